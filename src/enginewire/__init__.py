@@ -1,0 +1,1 @@
+"""enginewire: the client layer between LLM frontends and engines, both ends of the wire."""

@@ -1,0 +1,154 @@
+"""``EngineConfig``: every setting of an engine and its client, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from enginewire import envs
+from enginewire.errors import ConfigError
+from enginewire.wire.capabilities import EVERYTHING, Capabilities
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+Transport = Literal["auto", "ipc", "tcp"]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """Settings of an engine and of the client that drives it. Make one with :meth:`create`.
+
+    Attributes:
+        model: alias (``smollm2-135m``), path of a .gguf file or of a model folder, or ``echo``.
+        executor: name under which an executor is registered (``openvino``, ``echo``, …) or ``module:Class``.
+            Default: ``echo`` for the model ``echo``, otherwise ``openvino``.
+        executor_options: for the executor, see its class.
+        max_model_len: most tokens of prompt and output together; ``None``: what model and memory allow.
+        max_num_seqs: most requests in the executor at once; the others wait.
+        scheduling_policy: order of waiting requests: ``fcfs`` or ``priority`` (lower first, then arrival).
+        log_stats: engines report scheduler statistics.
+        ready_timeout_s: from launch to ready, one deadline. Environment: ``VLLM_ENGINE_READY_TIMEOUT_S``; 600.
+        hello_timeout_s: from launch to the first word of a local engine process; it only has to start Python.
+        shutdown_timeout_s: on shutdown, how long running requests may go on; 0 aborts them.
+        terminate_timeout_s: how long an engine may take to leave after that, before it is killed.
+        transport: ``auto``: ipc sockets, or tcp on loopback where those cannot be had.
+        ipc_dir: folder for ipc sockets. Environment: ``VLLM_RPC_BASE_PATH``; the system's temporary folder.
+        max_frame_bytes: larger frames are refused by the socket.
+        max_frames: messages of more frames are dropped.
+        zero_copy_threshold: arrays of at least this many bytes are sent in frames of their own, not copied.
+        allow_pickle: pickle on the wire; whoever reaches a socket can then run code. Off.
+        data_parallel_size: number of engines.
+        data_parallel_size_local: how many of them this client starts; 0: they are started elsewhere and report to
+            ``tcp://data_parallel_address:data_parallel_rpc_port``.
+        data_parallel_rank: external load balancing: the one rank this client manages.
+        data_parallel_external_lb: somebody else spreads the load, each engine has a frontend of its own.
+        num_gpu_blocks, block_size, dtype, vocab_size, kv_cache_size_tokens, kv_cache_max_concurrency, capabilities:
+            learned from the engine's ready response.
+    """
+
+    model: str = DEFAULT_MODEL
+    executor: str = ""
+    executor_options: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    log_stats: bool = True
+
+    ready_timeout_s: float = field(default_factory=envs.ready_timeout_s)
+    hello_timeout_s: float = 60.0
+    shutdown_timeout_s: float = 0.0
+    terminate_timeout_s: float = 5.0
+
+    transport: Transport = "auto"
+    ipc_dir: str | None = field(default_factory=envs.rpc_base_path)
+    max_frame_bytes: int = 1 << 30
+    max_frames: int = 4096
+    zero_copy_threshold: int = field(default_factory=envs.zero_copy_threshold)
+    allow_pickle: bool = field(default_factory=envs.allow_insecure_serialization)
+
+    data_parallel_size: int = 1
+    data_parallel_size_local: int | None = None
+    data_parallel_rank: int = 0
+    data_parallel_external_lb: bool = False
+    data_parallel_address: str = "127.0.0.1"
+    data_parallel_rpc_port: int = 29550
+
+    num_gpu_blocks: int | None = None
+    block_size: int | None = None
+    dtype: str | None = None
+    vocab_size: int | None = None
+    kv_cache_size_tokens: int | None = None
+    kv_cache_max_concurrency: float | None = None
+    capabilities: Capabilities = EVERYTHING
+
+    @classmethod
+    def create(
+        cls, model: str | None = None, *, executor_options: dict[str, Any] | None = None, **settings: Any
+    ) -> EngineConfig:
+        """Make a configuration from a model and any of the settings above.
+
+        Raises:
+            ConfigError: an unknown setting, or one with a value it cannot have.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(settings) - known):
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return cls(
+            model=DEFAULT_MODEL if model is None else str(model),
+            executor_options=dict(executor_options or {}),
+            **settings,
+        )
+
+    def __post_init__(self) -> None:
+        self.model = str(self.model)
+        if not self.executor:
+            self.executor = "echo" if self.model == "echo" else "openvino"
+        if self.max_model_len is not None:
+            self._at_least("max_model_len", 1)
+        for name in ("max_num_seqs", "max_frame_bytes", "max_frames", "data_parallel_size"):
+            self._at_least(name, 1)
+        for name in ("zero_copy_threshold", "data_parallel_rank"):
+            self._at_least(name, 0)
+        for name in ("ready_timeout_s", "hello_timeout_s"):
+            self._seconds(name, above_zero=True)
+        for name in ("shutdown_timeout_s", "terminate_timeout_s"):
+            self._seconds(name, above_zero=False)
+        self._one_of("scheduling_policy", get_args(SchedulingPolicy))
+        self._one_of("transport", get_args(Transport))
+        if self.data_parallel_size_local is None:
+            self.data_parallel_size_local = 1 if self.data_parallel_external_lb else self.data_parallel_size
+        if not 0 <= self.data_parallel_size_local <= self.data_parallel_size:
+            raise ConfigError(
+                f"data_parallel_size_local must be between 0 and data_parallel_size ({self.data_parallel_size}), "
+                f"got {self.data_parallel_size_local}"
+            )
+        if not 0 <= self.data_parallel_rpc_port <= 65535:
+            raise ConfigError(f"data_parallel_rpc_port must be a port number, got {self.data_parallel_rpc_port}")
+
+    @property
+    def starts_engines(self) -> bool:
+        """Whether the client starts engine processes, rather than waiting for ones started elsewhere."""
+        return bool(self.data_parallel_size_local)
+
+    def copy(self) -> EngineConfig:
+        """Return a copy, so that what one client learns from its engine does not reach another's settings."""
+        return dataclasses.replace(self, executor_options=dict(self.executor_options))
+
+    def _at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+    def _seconds(self, name: str, *, above_zero: bool) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not fits or value < 0 or (above_zero and value == 0):
+            raise ConfigError(f"{name} must be a number of seconds{' above 0' if above_zero else ''}, got {value!r}")
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")

@@ -1,0 +1,50 @@
+"""Multipart layouts: identities, the request-type byte, the death marker, and what can be told from a glance.
+
+Source: protocol sections A.2, C.1 and C.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+Buffer = bytes | bytearray | memoryview
+"""One frame, without a copy."""
+
+ADD: Final = b"\x00"
+ABORT: Final = b"\x01"
+START_DP_WAVE: Final = b"\x02"
+UTILITY: Final = b"\x03"
+
+REQUEST_TYPES: Final = {ADD: "ADD", ABORT: "ABORT", START_DP_WAVE: "START_DP_WAVE", UTILITY: "UTILITY"}
+"""What a peer may send. 04 and 05 exist inside the reference only and are refused on a socket."""
+
+ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
+
+
+def engine_identity(engine_index: int) -> bytes:
+    """Return the ZeroMQ identity of an engine: its rank as two bytes, little endian."""
+    return engine_index.to_bytes(2, "little")
+
+
+def engine_index_of(identity: bytes) -> int | None:
+    """Return the rank that an identity stands for, ``None`` if it is not an engine's."""
+    return int.from_bytes(identity, "little") if len(identity) == 2 else None
+
+
+def is_death_marker(frames: Sequence[Buffer]) -> bool:
+    """Whether a message is an engine's last word: exactly one frame of exactly these 16 bytes."""
+    return len(frames) == 1 and len(frames[0]) == len(ENGINE_CORE_DEAD) and bytes(frames[0]) == ENGINE_CORE_DEAD
+
+
+def may_hold_utility_output(payload: Buffer) -> bool:
+    """Whether an EngineCoreOutputs payload has an empty ``outputs`` list, as every utility answer has.
+
+    A receiver decodes such a message at once and may leave the others to the consumer, so that no caller of a
+    utility waits for a slow reader of outputs. Looks at most at eight bytes: the array header, ``engine_index``
+    (one to five bytes), then ``90``, the empty list.
+    """
+    position = 3 if payload[0] == 0xDC else 1
+    head = payload[position] if len(payload) > position else 0xFF
+    position += {0xCC: 2, 0xCD: 3, 0xCE: 5}.get(head, 1)
+    return len(payload) > position and payload[position] == 0x90

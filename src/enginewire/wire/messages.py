@@ -1,0 +1,385 @@
+"""The structs of the wire: requests, outputs, statistics and utility answers.
+
+This module is the layout table of vLLM 0.25: for array structs, field order is the wire (protocol section D).
+A second version is a second such table plus a line in :mod:`enginewire.wire.profile`.
+
+Decoding leaves a step's arrays (logprobs, pooling results) as they came: turning them into numpy costs fifteen times
+what the rest of a message costs, and most consumers never look. ``ReceivedOutput`` converts on first read.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+
+from enginewire.wire.arrays import (
+    LogprobsLists,
+    LogprobsTensors,
+    Tensor,
+    logprobs_lists_from_wire,
+    logprobs_tensors_from_wire,
+    ndarray_from_wire,
+    tensor_from_wire,
+)
+from enginewire.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. ``str()`` gives the word that APIs use."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+    REPETITION = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreEventType(IntEnum):
+    """Milestones of a request inside the engine."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class LateInteractionParams(Struct, array_like=True):
+    """``mode`` is ``cache_query`` or ``score_doc``."""
+
+    mode: str
+    query_key: str
+    query_uses: int | None = None
+
+
+class PoolingParams(Struct, array_like=True):
+    """What a pooling request wants. Ours refuses them; vLLM engines serve them. Source: protocol D.3."""
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    task: str | None = None
+    requires_token_ids: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    late_interaction_params: LateInteractionParams | None = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: int = 2
+
+
+class LoRARequest(Struct, array_like=True):
+    """An adapter to load or use. Source: protocol D.4."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+    tensorizer_config_dict: dict[str, Any] | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
+        if not self.lora_path:
+            raise ValueError("lora_path must not be empty")
+
+
+class PlaceholderRange(Struct, kw_only=True):
+    """Where a multimodal item sits in the prompt; ``is_embed`` is a bool tensor ``[length]``."""
+
+    offset: int
+    length: int
+    is_embed: Tensor | None = None
+
+
+class MultiModalFeatureSpec(Struct, kw_only=True):
+    """One multimodal item. ``data`` stays in wire form: nested maps and array triples. Source: protocol D.17."""
+
+    data: dict[str, Any] | None
+    modality: str
+    identifier: str
+    mm_position: PlaceholderRange
+    mm_hash: str | None = None
+
+
+class EngineCoreRequest(Struct, array_like=True):
+    """A request for an engine: array of 20. Source: protocol D.1.
+
+    Attributes:
+        request_id: unique among the engine's live requests.
+        prompt_token_ids: the prompt; ``None`` for pure embeddings.
+        sampling_params: exactly one of this and ``pooling_params`` is set.
+        arrival_time: wall-clock seconds.
+        data_parallel_rank: forces an engine.
+        prompt_embeds: float tensor ``[prompt_len, hidden_size]``.
+        client_index: which frontend gets the outputs; stamped by the client.
+        current_wave: lock-step engines: the wave the frontend believes current.
+        priority: lower runs earlier, with the priority policy only.
+        resumable: more requests with this id will follow.
+        external_req_id: the user's own id.
+        abort_immediately: take it in and abort it at once.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    mm_features: list[MultiModalFeatureSpec] | None = None
+    sampling_params: SamplingParams | None = None
+    pooling_params: PoolingParams | None = None
+    arrival_time: float = field(default_factory=time.time)
+    lora_request: LoRARequest | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    prompt_embeds: Tensor | None = None
+    prompt_is_token_ids: list[bool] | None = None
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+    trace_headers: dict[str, str] | None = None
+    resumable: bool = False
+    external_req_id: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    abort_immediately: bool = False
+
+
+class EngineCoreEvent(Struct):
+    """A milestone with the engine's monotonic clock in seconds."""
+
+    type: EngineCoreEventType
+    timestamp: float
+
+
+class PrefillStats(Struct, kw_only=True):
+    """Tokens of a prompt: ``computed + cached = prompt``, ``local + external = cached``. Source: protocol D.9."""
+
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_local_cached_tokens: int = 0
+    num_external_cached_tokens: int = 0
+
+
+class PrefixCacheStats(Struct, kw_only=True):
+    """Changes since the last report; queries and hits count tokens."""
+
+    reset: bool = False
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+
+class KVCacheEvictionEvent(Struct, kw_only=True):
+    """Life of an evicted cache block."""
+
+    lifetime_seconds: float
+    idle_seconds: float
+    reuse_gaps_seconds: list[float]
+
+
+class SpecDecodingStats(Struct, kw_only=True):
+    """Speculative decoding since the last report."""
+
+    num_spec_tokens: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+
+
+class CUDAGraphStats(Struct, kw_only=True):
+    """What a captured graph padded."""
+
+    num_unpadded_tokens: int
+    num_padded_tokens: int
+    num_paddings: int
+    runtime_mode: str
+
+
+class PerfStats(Struct, kw_only=True):
+    """Work per GPU since the last report."""
+
+    num_flops_per_gpu: int = 0
+    num_read_bytes_per_gpu: int = 0
+    num_write_bytes_per_gpu: int = 0
+    debug_stats: dict[str, Any] | None = None
+
+
+class SchedulerStats(Struct, kw_only=True):
+    """State of an engine's scheduler after a step. Source: protocol D.10.
+
+    Attributes:
+        num_running_reqs: requests in the executor.
+        num_waiting_reqs: requests in the admission queue.
+        kv_cache_usage: share of the KV blocks in use, 0 … 1.
+    """
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_skipped_waiting_reqs: int = 0
+    step_counter: int = 0
+    current_wave: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    connector_prefix_cache_stats: PrefixCacheStats | None = None
+    kv_cache_eviction_events: list[KVCacheEvictionEvent] = field(default_factory=list)
+    spec_decoding_stats: SpecDecodingStats | None = None
+    kv_connector_stats: dict[str, Any] | None = None
+    waiting_lora_adapters: dict[str, int] = field(default_factory=dict)
+    running_lora_adapters: dict[str, int] = field(default_factory=dict)
+    cudagraph_stats: CUDAGraphStats | None = None
+    perf_stats: PerfStats | None = None
+
+
+class EngineCoreOutput(Struct, array_like=True):
+    """What one step brought for one request: array of 13. Source: protocol D.6.
+
+    Attributes:
+        new_token_ids: tokens of this step, possibly none.
+        new_logprobs: their log probabilities, if asked for.
+        new_prompt_logprobs_tensors: the prompt's, with the first token, if asked for.
+        finish_reason: set on the last output of a request.
+        stop_reason: the stop token's id; for ERROR our engine's explanation (``"invalid_request: …"``).
+        events: milestones since the last output.
+        prefill_stats: with the first output.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    # Plain `Any` for msgspec (see the module's docstring), the real types for readers and type checkers.
+    if TYPE_CHECKING:
+        new_logprobs: LogprobsLists | None = None
+        new_prompt_logprobs_tensors: LogprobsTensors | None = None
+        pooling_output: Tensor | None = None
+    else:
+        new_logprobs: Any = None
+        new_prompt_logprobs_tensors: Any = None
+        pooling_output: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    events: list[EngineCoreEvent] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
+    prefill_stats: PrefillStats | None = None
+    if TYPE_CHECKING:
+        routed_experts: NDArray[Any] | None = None
+    else:
+        routed_experts: Any = None
+    num_nans_in_logits: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last output."""
+        return self.finish_reason is not None
+
+
+def _converted_on_read(name: str, convert: Callable[[object], object]) -> Any:
+    """Make a property over ``EngineCoreOutput``'s slot ``name`` that replaces a wire value by what it stands for."""
+    slot = EngineCoreOutput.__dict__[name]
+
+    def read(self: ReceivedOutput) -> object:
+        value = slot.__get__(self)
+        if type(value) is list:  # still as it came
+            value = convert(value)
+            slot.__set__(self, value)
+        return value
+
+    return property(read, doc=f"``{name}``, converted when first read. Raises DecodeError if it is malformed.")
+
+
+class ReceivedOutput(EngineCoreOutput, array_like=True):
+    """An ``EngineCoreOutput`` that came over the wire; its arrays are converted when first read."""
+
+    if not TYPE_CHECKING:
+        new_logprobs = _converted_on_read("new_logprobs", logprobs_lists_from_wire)
+        new_prompt_logprobs_tensors = _converted_on_read("new_prompt_logprobs_tensors", logprobs_tensors_from_wire)
+        pooling_output = _converted_on_read("pooling_output", tensor_from_wire)
+        routed_experts = _converted_on_read("routed_experts", ndarray_from_wire)
+
+
+ARRAY_SLOTS = tuple(
+    EngineCoreOutput.__dict__[name]
+    for name in ("new_logprobs", "new_prompt_logprobs_tensors", "pooling_output", "routed_experts")
+)
+"""Descriptors of the fields that may refer to auxiliary frames, past the properties above."""
+
+
+class UtilityOutput(Struct, array_like=True):
+    """Answer to a utility call. Source: protocol D.12.
+
+    Attributes:
+        call_id: of the call, 0 … 2^64 - 1; negative: a notification.
+        failure_message: set if it failed.
+        result: ``[typeinfo, value]``; typeinfo is nil unless pickle is switched on.
+    """
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class EngineCoreOutputs(Struct, array_like=True):
+    """One message from an engine: array of 8. Source: protocol D.5.
+
+    Attributes:
+        engine_index: rank of the sender.
+        outputs: at most one per request.
+        scheduler_stats: at most one client per step gets it, when statistics are on.
+        timestamp: seconds, the engine's monotonic clock.
+        utility_output: when set, the rest is ignored.
+        finished_requests: ids that ended, for clients that keep track of engines' load.
+    """
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
+    finished_requests: list[str] | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp == 0.0:
+            self.timestamp = time.monotonic()
+
+
+class ReceivedOutputs(EngineCoreOutputs, array_like=True):
+    """An ``EngineCoreOutputs`` that came over the wire."""
+
+    if not TYPE_CHECKING:  # a list is invariant; for readers it stays a list of EngineCoreOutput
+        outputs: list[ReceivedOutput] = field(default_factory=list)
+
+
+class ReconfigureDistributedRequest(Struct, kw_only=True):
+    """Elastic scaling: -1 keeps the current rank, -2 shuts the rank down. Source: protocol D.14."""
+
+    new_data_parallel_size: int
+    new_data_parallel_rank: int
+    new_data_parallel_rank_local: int
+    new_data_parallel_master_ip: str
+    new_data_parallel_master_port: int
+    new_data_parallel_master_port_list: list[int]
+    coord_store_port: int
+
+
+class UtilityCall(Struct, array_like=True):
+    """A call of one of the engine's methods. Source: protocol section F."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
