@@ -1,0 +1,367 @@
+"""``EngineCoreClient``: the one list of operations between a frontend and an engine, and the factory.
+
+Two questions, "sync or asyncio?" and "same process or another?", decide which client a frontend gets; its code is the
+same for all of them. A client implements five operations: add, abort, get_output, call_utility, shutdown. All others
+are utility calls and are written here, once per face: ``name`` blocks, ``name_async`` awaits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+
+from enginewire.config import EngineConfig
+from enginewire.engine.executor import Executor
+from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
+
+ExecutorChoice = type[Executor] | str | None
+"""An executor class, the name of one, or ``None``: what the configuration says."""
+
+
+class EngineCoreClient(ABC):
+    """Pushes requests to an engine, pulls outputs from it, calls its utilities.
+
+    Attributes:
+        config: a copy of the configuration, with what the engine reported filled in (``max_model_len``,
+            ``num_gpu_blocks``, ``capabilities`` …).
+
+    Raises (any operation):
+        EngineDeadError: the engine is gone; says why.
+        ClientClosedError: the client was shut down.
+        UtilityCallError: the engine failed a utility call (utilities only).
+        NotImplementedError: this client does not offer the operation; says which does.
+    """
+
+    config: EngineConfig
+
+    @staticmethod
+    def make_client(
+        multiprocess_mode: bool,
+        asyncio_mode: bool,
+        config: EngineConfig,
+        executor_class: ExecutorChoice = None,
+        log_stats: bool | None = None,
+    ) -> EngineCoreClient:
+        """Make the client that answers the two questions; it is ready for requests when this returns.
+
+        Args:
+            multiprocess_mode: the engine runs in another process.
+            asyncio_mode: the caller is asyncio code; needs ``multiprocess_mode``.
+            config: copied, never changed.
+            executor_class: overrides ``config.executor``.
+            log_stats: overrides ``config.log_stats``.
+
+        Raises:
+            NotImplementedError: asyncio without another process.
+            EngineStartupError: the engine could not be started. Everything is cleaned up.
+        """
+        if asyncio_mode and not multiprocess_mode:
+            raise NotImplementedError(
+                "asyncio needs the engine in another process: a step would block the event loop. "
+                "Use multiprocess_mode=True, or asyncio_mode=False"
+            )
+        if asyncio_mode:
+            return EngineCoreClient.make_async_mp_client(config, executor_class, log_stats)
+        if multiprocess_mode:
+            from enginewire.client.sync_mp import SyncMPClient
+
+            return SyncMPClient(config, executor_class, log_stats)
+        from enginewire.client.inproc import InprocClient
+
+        return InprocClient(config, executor_class, log_stats)
+
+    @staticmethod
+    def make_async_mp_client(
+        config: EngineConfig,
+        executor_class: ExecutorChoice = None,
+        log_stats: bool | None = None,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> EngineCoreClient:
+        """Make the asyncio client for this deployment.
+
+        Args:
+            client_addresses: where to bind, when somebody else does the handshake with the engines
+                (``input_address``, ``output_address``).
+            client_count: how many frontends share the engines.
+            client_index: which of them this is.
+        """
+        from enginewire.client.async_mp import AsyncMPClient
+
+        if config.data_parallel_size > 1:
+            raise NotImplementedError(
+                f"data_parallel_size is {config.data_parallel_size}; clients for more than one engine "
+                "(DPAsyncMPClient, DPLBAsyncMPClient) are not part of this version"
+            )
+        return AsyncMPClient(
+            config,
+            executor_class,
+            log_stats,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            client_index=client_index,
+        )
+
+    # The five operations of a client. Each face implements its half.
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine if this client started it, and release everything. Idempotent, from any thread.
+
+        Args:
+            timeout: seconds until the engine is killed; default: ``shutdown_timeout_s + terminate_timeout_s``.
+        """
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request; its outputs come out of :meth:`get_output`.
+
+        Raises:
+            DuplicateRequestIdError: the id is in use.
+        """
+        raise self._other_face("add_request")
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Like :meth:`add_request`."""
+        raise self._other_face("add_request_async")
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Stop requests; nothing more is sent for them. Unknown ids are ignored, so is a dead engine."""
+        raise self._other_face("abort_requests")
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        """Like :meth:`abort_requests`."""
+        raise self._other_face("abort_requests_async")
+
+    def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
+        """Return the next message from the engine, waiting for it.
+
+        Raises:
+            TimeoutError: none came within ``timeout`` seconds.
+        """
+        raise self._other_face("get_output")
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Like :meth:`get_output`; use ``asyncio.timeout`` to bound the wait."""
+        raise self._other_face("get_output_async")
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call one of the engine's utilities and return its result.
+
+        Raises:
+            UtilityCallError: it failed; the message is the engine's.
+            UtilityTimeoutError: no answer within ``timeout`` seconds.
+        """
+        raise self._other_face("call_utility")
+
+    async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Like :meth:`call_utility`."""
+        raise self._other_face("call_utility_async")
+
+    # Utilities, blocking.
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return the tasks the engine serves, e.g. ``("generate",)``."""
+        return tuple(self.call_utility("get_supported_tasks"))
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Start or stop the engine's profiler."""
+        self.call_utility("profile", is_start, profile_prefix)
+
+    def reset_mm_cache(self) -> None:
+        """Forget cached multimodal inputs."""
+        self.call_utility("reset_mm_cache")
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prompt prefixes; ``False`` if running requests hold some and may not be recomputed."""
+        return bool(self.call_utility("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    def reset_encoder_cache(self) -> None:
+        """Forget cached encoder outputs."""
+        self.call_utility("reset_encoder_cache")
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause and give up memory: level 0 none, 1 weights and KV cache until ``wake_up``, 2 everything.
+
+        Args:
+            mode: what happens to requests: ``abort``, ``wait`` or ``keep``, see :meth:`pause_scheduler`.
+        """
+        self.call_utility("sleep", level, mode)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Undo :meth:`sleep`, wholly or for some of ``weights``, ``kv_cache``, ``scheduling``."""
+        self.call_utility("wake_up", tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps or its scheduler is paused."""
+        return bool(self.call_utility("is_sleeping"))
+
+    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop scheduling; requests may be added meanwhile and wait.
+
+        Args:
+            mode: ``abort`` ends all requests, ``wait`` lets running ones finish, ``keep`` freezes them.
+            clear_cache: forget cached prefixes too.
+        """
+        self.call_utility("pause_scheduler", mode, clear_cache)
+
+    def resume_scheduler(self) -> None:
+        """Undo :meth:`pause_scheduler`."""
+        self.call_utility("resume_scheduler")
+
+    def is_scheduler_paused(self) -> bool:
+        """Whether the scheduler is paused."""
+        return bool(self.call_utility("is_scheduler_paused"))
+
+    def execute_dummy_batch(self) -> None:
+        """Run a step without requests."""
+        self.call_utility("execute_dummy_batch")
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter."""
+        return bool(self.call_utility("add_lora", lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter."""
+        return bool(self.call_utility("remove_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of loaded adapters."""
+        return set(self.call_utility("list_loras"))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded."""
+        return bool(self.call_utility("pin_lora", lora_id))
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write the engine's weights to a folder on its host."""
+        self.call_utility("save_sharded_state", path, pattern, max_size)
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Call a method of every worker by name; returns one result per worker. ``timeout`` holds at both ends."""
+        result = self.call_utility("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
+        return cast("list[Any]", result)
+
+    # Utilities, awaited.
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """Like :meth:`get_supported_tasks`."""
+        return tuple(await self.call_utility_async("get_supported_tasks"))
+
+    async def profile_async(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Like :meth:`profile`."""
+        await self.call_utility_async("profile", is_start, profile_prefix)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Like :meth:`reset_mm_cache`."""
+        await self.call_utility_async("reset_mm_cache")
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Like :meth:`reset_prefix_cache`."""
+        return bool(await self.call_utility_async("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def reset_encoder_cache_async(self) -> None:
+        """Like :meth:`reset_encoder_cache`."""
+        await self.call_utility_async("reset_encoder_cache")
+
+    async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
+        """Like :meth:`sleep`."""
+        await self.call_utility_async("sleep", level, mode)
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> None:
+        """Like :meth:`wake_up`."""
+        await self.call_utility_async("wake_up", tags)
+
+    async def is_sleeping_async(self) -> bool:
+        """Like :meth:`is_sleeping`."""
+        return bool(await self.call_utility_async("is_sleeping"))
+
+    async def pause_scheduler_async(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Like :meth:`pause_scheduler`."""
+        await self.call_utility_async("pause_scheduler", mode, clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        """Like :meth:`resume_scheduler`."""
+        await self.call_utility_async("resume_scheduler")
+
+    async def is_scheduler_paused_async(self) -> bool:
+        """Like :meth:`is_scheduler_paused`."""
+        return bool(await self.call_utility_async("is_scheduler_paused"))
+
+    async def execute_dummy_batch_async(self) -> None:
+        """Like :meth:`execute_dummy_batch`."""
+        await self.call_utility_async("execute_dummy_batch")
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Like :meth:`add_lora`."""
+        return bool(await self.call_utility_async("add_lora", lora_request))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        """Like :meth:`remove_lora`."""
+        return bool(await self.call_utility_async("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        """Like :meth:`list_loras`."""
+        return set(await self.call_utility_async("list_loras"))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        """Like :meth:`pin_lora`."""
+        return bool(await self.call_utility_async("pin_lora", lora_id))
+
+    async def save_sharded_state_async(
+        self, path: str, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Like :meth:`save_sharded_state`."""
+        await self.call_utility_async("save_sharded_state", path, pattern, max_size)
+
+    async def collective_rpc_async(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        """Like :meth:`collective_rpc`."""
+        call = self.call_utility_async("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
+        return cast("list[Any]", await call)
+
+    # Several engines.
+
+    def dp_engines_running(self) -> bool:
+        """Whether lock-step engines are in a wave; one engine never is."""
+        return False
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """Change the number of engines while serving."""
+        raise NotImplementedError(
+            f"{type(self).__name__} drives one engine; DPLBAsyncMPClient is the client that scales"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _other_face(self, operation: str) -> NotImplementedError:
+        if operation.endswith("_async"):
+            return NotImplementedError(
+                f"{type(self).__name__} is not an asyncio client and has no {operation}; AsyncMPClient has it, "
+                f"and here {operation.removesuffix('_async')} blocks"
+            )
+        return NotImplementedError(
+            f"{type(self).__name__} is an asyncio client and does not block in {operation}; SyncMPClient and "
+            f"InprocClient do, and here {operation}_async can be awaited"
+        )
