@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
+from enginewire.errors import DecodeError
 from enginewire.wire.arrays import (
     LogprobsLists,
     LogprobsTensors,
@@ -383,3 +384,35 @@ class UtilityCall(Struct, array_like=True):
     call_id: int
     method: str
     args: list[Any]
+
+
+def utility_output(call_id: int, value: object = None, *, failure_message: str | None = None) -> UtilityOutput:
+    """Make the answer to a utility call: a value, or why there is none."""
+    if failure_message is not None:
+        return UtilityOutput(call_id, failure_message)
+    return UtilityOutput(call_id, None, [None, value])
+
+
+def utility_result(output: UtilityOutput, *, allow_pickle: bool = False) -> Any:
+    """Return the value that a successful utility call came back with.
+
+    Arrays in it stay ``[dtype, shape, data]``: a result has no schema.
+
+    Raises:
+        DecodeError: it is no ``[typeinfo, value]`` pair; or it states Python types, which only a peer with pickle
+            switched on does, and ``allow_pickle`` is off.
+    """
+    match output.result:
+        case None:
+            return None
+        case [None, value]:
+            return value
+        case [_, value] if allow_pickle:
+            return value
+        case [_, _]:
+            raise DecodeError(
+                "the result names Python types, as a peer with VLLM_ALLOW_INSECURE_SERIALIZATION=1 sends; "
+                "switch that off there"
+            )
+        case _:
+            raise DecodeError(f"a utility result must be [typeinfo, value], got {type(output.result).__name__}")

@@ -1,0 +1,8 @@
+"""For tests of what talks to engines: a fake engine without a model.
+
+May import anything below the frontends. Start with :class:`MockEngine`.
+"""
+
+from enginewire.testing.mock_engine import MockEngine, Received, free_tcp_port, mock_ready
+
+__all__ = ["MockEngine", "Received", "free_tcp_port", "mock_ready"]
