@@ -138,6 +138,17 @@ class GGUFMetadata:
                 return numbers
         raise self._wrong_type(key, "an array of integers")
 
+    def floats(self, key: str) -> list[float] | None:
+        """Return the array of numbers under ``key``."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, list):
+            numbers = [item for item in value if isinstance(item, float)]
+            if len(numbers) == len(value):
+                return numbers
+        raise self._wrong_type(key, "an array of floats")
+
     def _wrong_type(self, key: str, expected: str) -> ModelError:
         return ModelError(f"{self.path}: {key} is {type(self.values[key]).__name__}, expected {expected}")
 

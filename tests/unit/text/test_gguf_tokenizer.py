@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from enginewire.errors import InvalidRequestError, ModelError
-from enginewire.text.gguf_tokenizer import PRE_TOKENIZERS
+from enginewire.text.pre_tokenizers import PRE_TOKENIZERS
 from enginewire.text.tokenizer import Tokenizer, load_tokenizer
 
 WriteGGUF = Callable[..., Path]
@@ -104,6 +104,68 @@ def test_every_known_pre_tokenizer_keeps_every_byte(
     tokenizer = load_tokenizer(write_gguf(tiny_bpe | {"tokenizer.ggml.pre": name}))
     text = "The 2nd DON'T\r\n\t  naïve — 日本語١٢ 😀 \u00a0x_y//z  "
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@pytest.fixture
+def tiny_sentencepiece() -> dict[str, object]:
+    """Give the metadata of a tiny SentencePiece model: ids 3 to 258 are bytes."""
+    pieces = {"▁": -9.0, "a": -9.0, "b": -9.0, "c": -9.0, "ab": -1.0, "bc": -2.0, "▁a": -3.0, "▁ab": -4.0, "▁▁": -5.0}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "tokenizer.ggml.scores": [0.0] * 259 + list(pieces.values()),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def test_a_sentencepiece_model_joins_the_best_scored_pair_first(
+    write_gguf: WriteGGUF, tiny_sentencepiece: dict[str, object]
+) -> None:
+    tokenizer = load_tokenizer(write_gguf(tiny_sentencepiece))
+
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.token_text(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+    assert pieces("abc") == [" ab", "c"]  # "ab" goes before "bc"
+    assert pieces("ac a") == [" a", "c", " a"]
+    assert pieces("  ab") == ["  ", " ab"]
+    assert pieces("é") == [" ", "\ufffd", "\ufffd"]  # bytes, as there is no such token
+    assert pieces("</s>a") == ["</s>", " a"]
+
+
+@pytest.mark.parametrize("adds_space", [True, False])
+@pytest.mark.parametrize("text", ["abc", " abc", "  a\n\tb", "日本 😀", ""])
+def test_a_sentencepiece_model_decodes_what_it_encoded(
+    write_gguf: WriteGGUF, tiny_sentencepiece: dict[str, object], text: str, adds_space: bool
+) -> None:
+    metadata = tiny_sentencepiece | {"tokenizer.ggml.add_space_prefix": adds_space}
+    tokenizer = load_tokenizer(write_gguf(metadata))
+    ids = tokenizer.encode(text)
+    assert ids[0] == 1, "such models begin a text with BOS unless the file says otherwise"
+    assert tokenizer.decode(ids) == text
+
+
+def test_user_defined_runs_of_spaces_are_found_unless_a_space_prefix_makes_them_ambiguous(
+    write_gguf: WriteGGUF, tiny_sentencepiece: dict[str, object]
+) -> None:
+    """Gemma has such tokens and no prefix."""
+    kinds = tiny_sentencepiece["tokenizer.ggml.token_type"]
+    assert isinstance(kinds, list)
+    kinds[-1] = 4  # "▁▁"
+    plain = load_tokenizer(write_gguf(tiny_sentencepiece | {"tokenizer.ggml.add_space_prefix": False}))
+    ids = plain.encode("   ab", add_special_tokens=False)
+    assert [plain.token_text(i) for i in ids] == ["  ", " ab"]
+    with pytest.raises(ModelError, match="user-defined tokens that begin with a space"):
+        load_tokenizer(write_gguf(tiny_sentencepiece))
+
+
+def test_a_sentencepiece_model_needs_its_scores(write_gguf: WriteGGUF, tiny_sentencepiece: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"1 tokenizer\.ggml\.scores for 268 tokens"):
+        load_tokenizer(write_gguf(tiny_sentencepiece | {"tokenizer.ggml.scores": [0.5]}))
 
 
 @pytest.mark.parametrize(
