@@ -178,8 +178,8 @@ def _sentencepiece_encoder(metadata: GGUFMetadata, tokens: _Tokens, adds_space: 
     # SentencePiece would look for these behind the space it has put in front, tokenizers looks for them before.
     if adds_space and (spaced := [text for text in tokens.added.values() if text.startswith(" ")]):
         raise ModelError(
-            f"{metadata.path}: user-defined tokens that begin with a space ({spaced[0]!r} …) in a model that puts a space "
-            "before a text are not supported; use the model's Hugging Face folder with its tokenizer.json instead"
+            f"{metadata.path}: user-defined tokens that begin with a space ({spaced[0]!r} …) in a model that puts a "
+            "space before a text are not supported; use the model's Hugging Face folder with its tokenizer.json instead"
         )
     encoder = _bpe(metadata, tokens, list(_merges_by_score(tokens, scores)), fuse_unk=True, byte_fallback=True)
     from tokenizers import normalizers
