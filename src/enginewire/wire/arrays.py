@@ -5,21 +5,22 @@ numpy is imported when an array is made or read, not before. Source: protocol se
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec.msgpack import Ext
 
 from enginewire.errors import DecodeError, EncodeError
+from enginewire.wire.extensions import RAW_VIEW
 from enginewire.wire.frames import Buffer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-RAW_VIEW: Final = 3
-"""Extension code of inline array bytes. 1 and 2 are pickles, see the codec."""
 
 MAX_DIMENSIONS: Final = 32
 
@@ -52,8 +53,9 @@ class Tensor:
     def __init__(self, dtype: str, shape: tuple[int, ...], data: Buffer) -> None:
         item_size = TENSOR_ITEM_SIZES.get(dtype)
         if item_size is None:
-            raise ValueError(f"unknown tensor dtype {dtype[:40]!r}; known: {', '.join(sorted(TENSOR_ITEM_SIZES))}")
-        _check_size(dtype, shape, item_size, nbytes(data))
+            raise ValueError(f"unknown tensor dtype {reprlib.repr(dtype)}; known: {', '.join(TENSOR_ITEM_SIZES)}")
+        if math.prod(shape) * item_size != nbytes(data):
+            raise ValueError(_misfit(dtype, shape, data))
         self.dtype = dtype
         self.shape = shape
         self.data = data
@@ -122,34 +124,35 @@ class LogprobsTensors(NamedTuple):
     cu_num_generated_tokens: list[int] | None = None
 
 
-def ndarray_from_wire(value: object, frames: Sequence[Buffer] = ()) -> np.ndarray[Any, Any]:
-    """Read a numpy field's triple.
+def ndarray_from_wire(value: object) -> np.ndarray[Any, Any]:
+    """Read a numpy field's triple, without a copy: the array is read-only.
 
     Raises:
         DecodeError: it is no such triple, or its parts do not fit together.
     """
-    import numpy as np
-
-    dtype_name, shape, data = _triple(value, frames)
+    dtype_name, shape, data = _triple(value)
+    ndarray, dtype = _numpy_dtype(dtype_name)
     try:
-        dtype = np.dtype(dtype_name)
-    except TypeError as exc:
-        raise DecodeError(f"unknown array dtype {dtype_name[:40]!r}") from exc
-    if dtype.hasobject or dtype.kind in "OV":
-        raise DecodeError(f"arrays of dtype {dtype_name!r} are not accepted: they would need pickle")
-    _fits(dtype_name, shape, dtype.itemsize, data)
-    return np.frombuffer(data, dtype=dtype).reshape(shape) if nbytes(data) else np.zeros(shape, dtype=dtype)
+        array = ndarray(shape, dtype, data)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise DecodeError(_misfit(dtype_name, shape, data)) from exc
+    if array.nbytes != nbytes(data):
+        raise DecodeError(_misfit(dtype_name, shape, data))
+    return array
 
 
 def tensor_from_wire(value: object, frames: Sequence[Buffer] = ()) -> Tensor:
-    """Read a tensor field's triple.
+    """Read a tensor field's triple; ``frames`` is its message.
 
     Raises:
         DecodeError: it is no such triple, or its parts do not fit together.
     """
-    dtype, shape, data = _triple(value, frames)
+    fill_in_frames(value, frames)
+    dtype, shape, data = _triple(value)
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise DecodeError(f"a tensor's shape must be sizes, got {reprlib.repr(shape)}")
     try:
-        return Tensor(dtype, shape, data)
+        return Tensor(dtype, tuple(shape), data)
     except ValueError as exc:
         raise DecodeError(str(exc)) from exc
 
@@ -157,8 +160,7 @@ def tensor_from_wire(value: object, frames: Sequence[Buffer] = ()) -> Tensor:
 def logprobs_lists_from_wire(value: object) -> LogprobsLists:
     """Read ``new_logprobs``. Raises :class:`DecodeError`."""
     ids, logprobs, ranks, cumulative = _four(value, "LogprobsLists")
-    arrays = (ndarray_from_wire(ids), ndarray_from_wire(logprobs), ndarray_from_wire(ranks))
-    return LogprobsLists(*arrays, cumulative)
+    return LogprobsLists(ndarray_from_wire(ids), ndarray_from_wire(logprobs), ndarray_from_wire(ranks), cumulative)
 
 
 def logprobs_tensors_from_wire(value: object) -> LogprobsTensors:
@@ -168,62 +170,21 @@ def logprobs_tensors_from_wire(value: object) -> LogprobsTensors:
 
 
 def fill_in_frames(value: object, frames: Sequence[Buffer]) -> None:
-    """Replace frame numbers in the array triples inside ``value`` by the frames themselves, in place.
+    """Replace frame numbers in the array triples inside ``value`` by those frames' bytes, in place and not copied.
 
     A number that names no frame stays, and reading that array fails: one bad array spoils nothing else.
     """
-    if not isinstance(value, list):
-        return
-    if len(value) == 3 and isinstance(value[0], str) and isinstance(value[1], list):
-        if type(value[2]) is int and 0 < value[2] < len(frames):
-            value[2] = frames[value[2]]
-        return
-    for item in value:
-        fill_in_frames(item, frames)
-
-
-def _four(value: object, what: str) -> tuple[object, object, object, list[int] | None]:
-    """Split a named tuple of three arrays and a list; a missing tail is its default, a longer one is ignored."""
-    if not isinstance(value, list) or len(value) < 3:
-        raise DecodeError(f"{what} must be an array of three arrays and a list, got {type(value).__name__}")
-    return value[0], value[1], value[2], value[3] if len(value) > 3 else None
-
-
-def _triple(value: object, frames: Sequence[Buffer]) -> tuple[str, tuple[int, ...], Buffer]:
-    match value:
-        case [str(dtype), list(shape), data] if len(shape) <= MAX_DIMENSIONS:
-            pass
-        case _:
-            raise DecodeError(f"an array must be [dtype, shape, data], got {_preview(value)}")
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise DecodeError(f"an array's shape must be non-negative integers, got {_preview(shape)}")
-    match data:
-        case Ext():
-            if data.code != RAW_VIEW:
-                raise DecodeError(f"extension code {data.code} where an array's bytes (code {RAW_VIEW}) belong")
-            return dtype, tuple(shape), memoryview(data.data)
-        case bytes() | bytearray() | memoryview():
-            return dtype, tuple(shape), data
-        case int() if 0 < data < len(frames):
-            return dtype, tuple(shape), frames[data]
-        case int():
-            raise DecodeError(f"an array refers to frame {data} of a message of {len(frames)} frames")
-        case dict():
-            raise DecodeError("out-of-band tensors need a queue shared with the sender; there is none")
-        case _:
-            raise DecodeError(f"an array's bytes must be inline or a frame number, got {type(data).__name__}")
-
-
-def _fits(dtype: str, shape: tuple[int, ...], item_size: int, data: Buffer) -> None:
-    try:
-        _check_size(dtype, shape, item_size, nbytes(data))
-    except ValueError as exc:
-        raise DecodeError(str(exc)) from exc
-
-
-def _check_size(dtype: str, shape: tuple[int, ...], item_size: int, got: int) -> None:
-    if math.prod(shape) * item_size != got:
-        raise ValueError(f"{dtype} of shape {list(shape)} takes {math.prod(shape) * item_size} bytes, got {got}")
+    pending = [value]  # not recursive: a peer chooses how deep it nests
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            if len(item) == 3 and type(item[2]) is int and isinstance(item[0], str) and isinstance(item[1], list):
+                if 0 < item[2] < len(frames):
+                    item[2] = Ext(RAW_VIEW, frames[item[2]])
+            else:
+                pending.extend(item)
 
 
 def nbytes(data: Buffer) -> int:
@@ -231,6 +192,55 @@ def nbytes(data: Buffer) -> int:
     return data.nbytes if isinstance(data, memoryview) else len(data)
 
 
-def _preview(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+_NUMPY_DTYPE: Final = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,5})")
+"""The dtype strings that are taken. Objects, structures and dates would need pickle; the reference refuses them too."""
+
+
+@functools.lru_cache(maxsize=64)
+def _numpy_dtype(name: str) -> tuple[type[np.ndarray[Any, Any]], np.dtype[Any]]:
+    """Return the array type and a dtype; both, because an import statement per array costs as much as the array."""
+    import numpy as np
+
+    if not _NUMPY_DTYPE.fullmatch(name):
+        raise DecodeError(f"arrays of dtype {reprlib.repr(name)} are not accepted")
+    return np.ndarray, np.dtype(name)
+
+
+def _four(value: object, what: str) -> tuple[Any, Any, Any, list[int] | None]:
+    """Split a named tuple of three arrays and a list; a missing tail is its default, a longer one is ignored."""
+    if not isinstance(value, list) or len(value) < 3:
+        raise DecodeError(f"{what} must be an array of three arrays and a list, got {reprlib.repr(value)}")
+    cumulative = value[3] if len(value) > 3 else None
+    if cumulative is not None and not isinstance(cumulative, list):
+        raise DecodeError(f"{what}.cu_num_generated_tokens must be a list, got {reprlib.repr(cumulative)}")
+    return value[0], value[1], value[2], cumulative
+
+
+def _triple(value: object) -> tuple[str, list[int], Buffer]:
+    """Check an array's outer form: a dtype's name, sizes and bytes."""
+    # Plain tests, not a match statement: it would be the slowest part of reading logprobs.
+    if not isinstance(value, list) or len(value) != 3:
+        raise DecodeError(f"an array must be [dtype, shape, data], got {reprlib.repr(value)}")
+    dtype, shape, data = value
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise DecodeError(f"an array must be [dtype, shape, data], got {reprlib.repr(value)}")
+    if isinstance(data, Ext) and data.code == RAW_VIEW:
+        return dtype, shape, data.data  # type: ignore[return-value]  # typed as any buffer; the decoder makes bytes
+    raise DecodeError(_not_bytes(data))
+
+
+def _not_bytes(data: object) -> str:
+    """Say what is wrong with what stands where an array's bytes belong."""
+    match data:
+        case Ext(code=code):
+            return f"extension code {code} where an array's bytes (code {RAW_VIEW}) belong"
+        case int(number):
+            return f"an array refers to frame {number}, which its message does not have"
+        case dict():
+            return "an out-of-band tensor needs a queue shared with the sender; there is none"
+        case _:
+            return f"an array's bytes must be inline or a frame's number, got {reprlib.repr(data)}"
+
+
+def _misfit(dtype: str, shape: Sequence[int], data: Buffer) -> str:
+    return f"{nbytes(data)} bytes are not {dtype} of shape {reprlib.repr(list(shape))}"

@@ -5,6 +5,7 @@ Source: protocol section E. An encoder or decoder belongs to one thread at a tim
 
 from __future__ import annotations
 
+import logging
 import pickle
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 from msgspec.msgpack import Ext
 
-from enginewire.errors import INTERNAL_PREFIX, DecodeError, EncodeError
-from enginewire.wire.arrays import RAW_VIEW, Tensor, fill_in_frames, nbytes, tensor_from_wire
+from enginewire.errors import INTERNAL_PREFIX, DecodeError, EncodeError, InvalidRequestError
+from enginewire.wire.arrays import Tensor, fill_in_frames, nbytes, tensor_from_wire
+from enginewire.wire.extensions import PICKLE, PICKLE_CODES, RAW_VIEW, unpickled
 from enginewire.wire.frames import Buffer
 from enginewire.wire.messages import (
     ARRAY_SLOTS,
@@ -23,18 +25,24 @@ from enginewire.wire.messages import (
     FinishReason,
     ReceivedOutput,
     ReceivedOutputs,
+    UtilityCall,
+    UtilityOutput,
 )
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-PICKLE: Final = 1
-CLOUDPICKLE: Final = 2
+T = TypeVar("T")
 
 DEFAULT_ZERO_COPY_THRESHOLD: Final = 256
 """Arrays of at least this many bytes get a frame of their own. The reference's default; decoders accept any."""
 
 MIN_REQUEST_ELEMENTS: Final = 9
 """An EngineCoreRequest of fewer elements lacks required fields."""
+
+NOT_DECODABLE: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, IndexError)
+"""What bytes that are not a message make of msgspec; ``IndexError``: there are no frames, or too few elements."""
+
+_ELEMENTS: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 class MsgpackEncoder:
@@ -71,7 +79,8 @@ class MsgpackEncoder:
 
     def _enc_hook(self, value: Any) -> object:
         if isinstance(value, Tensor):
-            return value.dtype, value.shape, self._place(value.data, nbytes(value.data))
+            inline = nbytes(value.data) < self._threshold
+            return value.dtype, value.shape, Ext(RAW_VIEW, value.data) if inline else self._frame(value.data)
         if isinstance(value, slice):
             return value.start, value.stop, value.step
         numpy = sys.modules.get("numpy")  # a value cannot be an array if nobody has imported numpy
@@ -87,17 +96,14 @@ class MsgpackEncoder:
         )
 
     def _ndarray(self, numpy: Any, array: Any) -> tuple[str, tuple[int, ...], Ext | int]:
-        contiguous = array if array.flags.c_contiguous else numpy.ascontiguousarray(array)
-        if array.ndim == 0:
-            return array.dtype.str, (), Ext(RAW_VIEW, contiguous.tobytes())
-        # A byte view: zero-sized and unicode arrays have no memoryview cast of their own.
-        data = contiguous.reshape(-1).view(numpy.uint8).data if contiguous.nbytes else b""
-        return array.dtype.str, array.shape, self._place(data, contiguous.nbytes)
+        if array.nbytes < self._threshold or array.ndim == 0:
+            return array.dtype.str, array.shape, Ext(RAW_VIEW, array.tobytes())
+        # A byte view: empty and unicode arrays have no memoryview cast of their own.
+        flat = numpy.ascontiguousarray(array).reshape(-1)
+        return array.dtype.str, array.shape, self._frame(flat.view(numpy.uint8).data if array.nbytes else b"")
 
-    def _place(self, data: Buffer, size: int) -> Ext | int:
-        """Put array bytes inline or into the next auxiliary frame, whose number is returned."""
-        if size < self._threshold:
-            return Ext(RAW_VIEW, data)
+    def _frame(self, data: Buffer) -> int:
+        """Put array bytes into the next auxiliary frame and return its number."""
         self._aux.append(data)
         return len(self._aux) - 1
 
@@ -112,27 +118,36 @@ class MsgpackDecoder(Generic[T]):
     def __init__(self, message_type: type[T], *, allow_pickle: bool = False) -> None:
         self._type = message_type
         self._allow_pickle = allow_pickle
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type, dec_hook=self._dec_hook)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+            message_type, dec_hook=self._dec_hook, ext_hook=self._ext_hook
+        )
         self._frames: Sequence[Buffer] = ()
 
     def decode(self, frames: Sequence[Buffer]) -> T:
         """Decode a payload and its auxiliary frames.
 
         Raises:
-            DecodeError: it is not such a message; says what was expected and where it differs.
+            DecodeError: it is not such a message; says what was expected and where it differs, or which parameter
+                is out of range.
         """
         self._frames = frames
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.DecodeError, DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        except (*NOT_DECODABLE, DecodeError) as exc:
+            if isinstance(exc.__cause__, InvalidRequestError):  # a sound message of unsound content
+                raise DecodeError(str(exc.__cause__)) from exc
             raise DecodeError(f"not a valid {self._type.__name__}: {exc}") from exc
         finally:
             self._frames = ()
 
     def _dec_hook(self, expected: type, value: object) -> object:
-        if expected is Tensor:
-            return tensor_from_wire(value, self._frames)
-        raise DecodeError(f"no way to decode {expected}")
+        assert expected is Tensor, f"no way to decode {expected}"
+        return tensor_from_wire(value, self._frames)
+
+    def _ext_hook(self, code: int, data: memoryview) -> object:
+        if code in PICKLE_CODES:
+            return unpickled(data, allow_pickle=self._allow_pickle)
+        return Ext(code, data)
 
 
 class RequestDecoder:
@@ -140,54 +155,77 @@ class RequestDecoder:
 
     def __init__(self, request_type: type[EngineCoreRequest] = EngineCoreRequest) -> None:
         self._decoder = MsgpackDecoder(request_type)
-        self._elements = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreRequest:
         """Decode a request. Raises :class:`DecodeError`."""
-        if array_length(frames[0]) < MIN_REQUEST_ELEMENTS:
+        length = array_length(frames[0])
+        if length < MIN_REQUEST_ELEMENTS:
+            got = "something else" if length < 0 else f"one of {length}"
             raise DecodeError(
-                f"not a valid EngineCoreRequest: an array of at least {MIN_REQUEST_ELEMENTS} elements was expected, "
-                f"got {max(array_length(frames[0]), 0)}"
+                "not a valid EngineCoreRequest: an array of at least "
+                f"{MIN_REQUEST_ELEMENTS} elements was expected, got {got}"
             )
         request = self._decoder.decode(frames)
-        for feature in request.mm_features or ():
-            for item in (feature.data or {}).values():
-                fill_in_frames(item.get("data") if isinstance(item, dict) else item, frames)
+        if len(frames) > 1:
+            for feature in request.mm_features or ():
+                fill_in_frames(feature.data, frames)
         return request
 
     def sender(self, frames: Sequence[Buffer]) -> tuple[str, int] | None:
         """Recover ``(request_id, client_index)`` of a request that cannot be decoded; ``None``: hopeless."""
         try:
-            elements = self._elements.decode(frames[0])
-            request_id = msgspec.msgpack.decode(elements[0], type=str)
+            elements = _ELEMENTS.decode(frames[0])
             client_index = msgspec.msgpack.decode(elements[11], type=int) if len(elements) > 11 else 0
-        except (msgspec.DecodeError, IndexError, RecursionError):
+            return msgspec.msgpack.decode(elements[0], type=str), client_index
+        except NOT_DECODABLE:
             return None
-        return request_id, client_index
+
+
+class UtilityCallDecoder:
+    """Decodes UTILITY payloads, and finds out whom to tell when one cannot be decoded."""
+
+    def __init__(self, *, allow_pickle: bool = False) -> None:
+        self._decoder = MsgpackDecoder(UtilityCall, allow_pickle=allow_pickle)
+
+    def decode(self, frames: Sequence[Buffer]) -> UtilityCall:
+        """Decode a call. Raises :class:`DecodeError`."""
+        call = self._decoder.decode(frames)
+        if len(frames) > 1:
+            fill_in_frames(call.args, frames)
+        return call
+
+    def sender(self, frames: Sequence[Buffer]) -> tuple[int, int] | None:
+        """Recover ``(client_index, call_id)`` of a call that cannot be decoded; ``None``: hopeless."""
+        try:
+            client_index, call_id = (msgspec.msgpack.decode(raw, type=int) for raw in _ELEMENTS.decode(frames[0])[:2])
+        except NOT_DECODABLE:
+            return None
+        return client_index, call_id
 
 
 class OutputsDecoder:
-    """Decodes what engines send, containing damage to the request it concerns."""
+    """Decodes what engines send, containing damage to the request or call it concerns."""
 
     def __init__(self, outputs_type: type[EngineCoreOutputs] = ReceivedOutputs) -> None:
-        self._decoder = MsgpackDecoder(outputs_type)
-        self._elements = msgspec.msgpack.Decoder(list[msgspec.Raw])
-        self._output: MsgpackDecoder[Any] = MsgpackDecoder(ReceivedOutput)
         self._type = outputs_type
+        # No hook for extensions: it would be called for every array of a step. Array bytes stay what they are until
+        # they are read, and pickles stay bytes: no reader takes them.
+        self._outputs = msgspec.msgpack.Decoder(outputs_type)
+        self._output = msgspec.msgpack.Decoder(ReceivedOutput)
 
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreOutputs:
         """Decode a message of outputs.
 
-        An output that is malformed becomes an ERROR output of its request, if its id can be read; the others are
-        delivered.
+        An output that is malformed becomes an ERROR output of its request, a malformed utility answer a failure of
+        its call, if their ids can be read; what else is sound is delivered.
 
         Raises:
             DecodeError: nothing can be made of it.
         """
         try:
-            message = self._decoder.decode(frames)
-        except DecodeError as exc:
-            message = self._salvage(frames, exc)
+            message = self._outputs.decode(frames[0])
+        except NOT_DECODABLE as exc:
+            message = self._salvage(frames[0] if frames else b"", exc)
         if len(frames) > 1:
             for output in message.outputs:
                 for slot in ARRAY_SLOTS:
@@ -196,34 +234,50 @@ class OutputsDecoder:
                 fill_in_frames(message.utility_output.result, frames)
         return message
 
-    def _salvage(self, frames: Sequence[Buffer], cause: DecodeError) -> EngineCoreOutputs:
-        try:
-            elements = self._elements.decode(frames[0])
-            raw_outputs = self._elements.decode(elements[1])
-            engine_index = msgspec.msgpack.decode(elements[0], type=int)
-        except (msgspec.DecodeError, IndexError, RecursionError):
-            raise cause from None
-        message = self._type(engine_index=engine_index)
-        for raw in raw_outputs:
-            try:
-                message.outputs.append(self._output.decode([raw, *frames[1:]]))
-            except DecodeError as exc:
-                message.outputs.append(self._failed(raw, exc, cause))
-        if not any(output.stop_reason for output in message.outputs if output.finish_reason is FinishReason.ERROR):
-            raise cause  # the damage is elsewhere in the message
+    def _salvage(self, payload: Buffer, cause: Exception) -> EngineCoreOutputs:
+        """Read a damaged message piece by piece. What has an owner is reported to it, the rest is left out."""
+        message = self._type()
+        pieces = _decoded_or(payload, list[msgspec.Raw], []) + [msgspec.Raw(b"\xc0")] * 6
+        message.engine_index = _decoded_or(pieces[0], int, 0)
+        for raw in _decoded_or(pieces[1], list[msgspec.Raw], []):
+            if (output := self._output_or_error(raw)) is not None:
+                message.outputs.append(output)
+        message.utility_output = _utility_output_or_failure(pieces[4])
+        message.finished_requests = _decoded_or(pieces[5], list[str] | None, None)
+        if not message.outputs and message.utility_output is None and not message.finished_requests:
+            raise DecodeError(f"not a valid {self._type.__name__}: {cause}") from cause
+        logger.warning("engine_index=%d: damaged outputs, kept what could be read: %s", message.engine_index, cause)
         return message
 
-    def _failed(self, raw: msgspec.Raw, why: DecodeError, cause: DecodeError) -> ReceivedOutput:
+    def _output_or_error(self, raw: msgspec.Raw) -> ReceivedOutput | None:
         try:
-            request_id = msgspec.msgpack.decode(self._elements.decode(raw)[0], type=str)
-        except (msgspec.DecodeError, IndexError, RecursionError):
-            raise cause from None
-        return ReceivedOutput(
-            request_id,
-            [],
-            finish_reason=FinishReason.ERROR,
-            stop_reason=f"{INTERNAL_PREFIX}its output: {why}",
-        )
+            return self._output.decode(raw)
+        except NOT_DECODABLE as exc:
+            request_id = _first_element(raw, str)
+            if request_id is None:
+                return None
+            reason = f"{INTERNAL_PREFIX}its output cannot be decoded: {exc}"
+            return ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+
+
+def _utility_output_or_failure(raw: msgspec.Raw) -> UtilityOutput | None:
+    try:
+        return msgspec.msgpack.decode(raw, type=UtilityOutput | None)
+    except NOT_DECODABLE as exc:
+        call_id = _first_element(raw, int)
+        return None if call_id is None else UtilityOutput(call_id, f"its answer cannot be decoded: {exc}")
+
+
+def _first_element(raw: Buffer | msgspec.Raw, element_type: type[T]) -> T | None:
+    elements = _decoded_or(raw, list[msgspec.Raw], [])
+    return _decoded_or(elements[0], element_type, None) if elements else None
+
+
+def _decoded_or(raw: Buffer | msgspec.Raw, expected: Any, default: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(raw, type=expected)
+    except NOT_DECODABLE:
+        return default
 
 
 def array_length(payload: Buffer) -> int:

@@ -37,14 +37,21 @@ def is_death_marker(frames: Sequence[Buffer]) -> bool:
     return len(frames) == 1 and len(frames[0]) == len(ENGINE_CORE_DEAD) and bytes(frames[0]) == ENGINE_CORE_DEAD
 
 
+_INT_WIDTHS: Final = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+"""Bytes that a msgpack integer takes, by its first; one if it is not among these."""
+
+
 def may_hold_utility_output(payload: Buffer) -> bool:
     """Whether an EngineCoreOutputs payload has an empty ``outputs`` list, as every utility answer has.
 
     A receiver decodes such a message at once and may leave the others to the consumer, so that no caller of a
-    utility waits for a slow reader of outputs. Looks at most at eight bytes: the array header, ``engine_index``
-    (one to five bytes), then ``90``, the empty list.
+    utility waits for a slow reader of outputs. Looks only at the array header, ``engine_index``, which takes one
+    byte or more, and the byte after it: ``90`` is the empty list.
     """
-    position = 3 if payload[0] == 0xDC else 1
-    head = payload[position] if len(payload) > position else 0xFF
-    position += {0xCC: 2, 0xCD: 3, 0xCE: 5}.get(head, 1)
-    return len(payload) > position and payload[position] == 0x90
+    size = len(payload)
+    if size < 3:
+        return False
+    position = {0xDC: 3, 0xDD: 5}.get(payload[0], 1)
+    if position < size:
+        position += _INT_WIDTHS.get(payload[position], 1)
+    return position < size and payload[position] == 0x90

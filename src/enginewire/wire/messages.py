@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from enginewire.errors import DecodeError
 from enginewire.wire.arrays import (
     LogprobsLists,
     LogprobsTensors,
@@ -26,11 +25,58 @@ from enginewire.wire.arrays import (
     tensor_from_wire,
 )
 from enginewire.wire.sampling import SamplingParams
+from enginewire.wire.stats import (
+    CUDAGraphStats,
+    EngineCoreEvent,
+    EngineCoreEventType,
+    KVCacheEvictionEvent,
+    PerfStats,
+    PrefillStats,
+    PrefixCacheStats,
+    SchedulerStats,
+    SpecDecodingStats,
+)
+from enginewire.wire.utility import (
+    ReconfigureDistributedRequest,
+    UtilityCall,
+    UtilityOutput,
+    utility_output,
+    utility_result,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+
+__all__ = [
+    "ARRAY_SLOTS",
+    "CUDAGraphStats",
+    "EngineCoreEvent",
+    "EngineCoreEventType",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "FinishReason",
+    "KVCacheEvictionEvent",
+    "LateInteractionParams",
+    "LoRARequest",
+    "MultiModalFeatureSpec",
+    "PerfStats",
+    "PlaceholderRange",
+    "PoolingParams",
+    "PrefillStats",
+    "PrefixCacheStats",
+    "ReceivedOutput",
+    "ReceivedOutputs",
+    "ReconfigureDistributedRequest",
+    "SchedulerStats",
+    "SpecDecodingStats",
+    "UtilityCall",
+    "UtilityOutput",
+    "utility_output",
+    "utility_result",
+]
 
 
 class FinishReason(IntEnum):
@@ -44,14 +90,6 @@ class FinishReason(IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
-
-
-class EngineCoreEventType(IntEnum):
-    """Milestones of a request inside the engine."""
-
-    QUEUED = 1
-    SCHEDULED = 2
-    PREEMPTED = 3
 
 
 class LateInteractionParams(Struct, array_like=True):
@@ -153,99 +191,7 @@ class EngineCoreRequest(Struct, array_like=True):
     abort_immediately: bool = False
 
 
-class EngineCoreEvent(Struct):
-    """A milestone with the engine's monotonic clock in seconds."""
-
-    type: EngineCoreEventType
-    timestamp: float
-
-
-class PrefillStats(Struct, kw_only=True):
-    """Tokens of a prompt: ``computed + cached = prompt``, ``local + external = cached``. Source: protocol D.9."""
-
-    num_prompt_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_local_cached_tokens: int = 0
-    num_external_cached_tokens: int = 0
-
-
-class PrefixCacheStats(Struct, kw_only=True):
-    """Changes since the last report; queries and hits count tokens."""
-
-    reset: bool = False
-    requests: int = 0
-    queries: int = 0
-    hits: int = 0
-    preempted_requests: int = 0
-    preempted_queries: int = 0
-    preempted_hits: int = 0
-
-
-class KVCacheEvictionEvent(Struct, kw_only=True):
-    """Life of an evicted cache block."""
-
-    lifetime_seconds: float
-    idle_seconds: float
-    reuse_gaps_seconds: list[float]
-
-
-class SpecDecodingStats(Struct, kw_only=True):
-    """Speculative decoding since the last report."""
-
-    num_spec_tokens: int
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
-
-
-class CUDAGraphStats(Struct, kw_only=True):
-    """What a captured graph padded."""
-
-    num_unpadded_tokens: int
-    num_padded_tokens: int
-    num_paddings: int
-    runtime_mode: str
-
-
-class PerfStats(Struct, kw_only=True):
-    """Work per GPU since the last report."""
-
-    num_flops_per_gpu: int = 0
-    num_read_bytes_per_gpu: int = 0
-    num_write_bytes_per_gpu: int = 0
-    debug_stats: dict[str, Any] | None = None
-
-
-class SchedulerStats(Struct, kw_only=True):
-    """State of an engine's scheduler after a step. Source: protocol D.10.
-
-    Attributes:
-        num_running_reqs: requests in the executor.
-        num_waiting_reqs: requests in the admission queue.
-        kv_cache_usage: share of the KV blocks in use, 0 … 1.
-    """
-
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
-    num_skipped_waiting_reqs: int = 0
-    step_counter: int = 0
-    current_wave: int = 0
-    kv_cache_usage: float = 0.0
-    prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
-    connector_prefix_cache_stats: PrefixCacheStats | None = None
-    kv_cache_eviction_events: list[KVCacheEvictionEvent] = field(default_factory=list)
-    spec_decoding_stats: SpecDecodingStats | None = None
-    kv_connector_stats: dict[str, Any] | None = None
-    waiting_lora_adapters: dict[str, int] = field(default_factory=dict)
-    running_lora_adapters: dict[str, int] = field(default_factory=dict)
-    cudagraph_stats: CUDAGraphStats | None = None
-    perf_stats: PerfStats | None = None
-
-
-class EngineCoreOutput(Struct, array_like=True):
+class EngineCoreOutput(Struct, array_like=True, gc=False):
     """What one step brought for one request: array of 13. Source: protocol D.6.
 
     Attributes:
@@ -298,10 +244,12 @@ def _converted_on_read(name: str, convert: Callable[[object], object]) -> Any:
             slot.__set__(self, value)
         return value
 
-    return property(read, doc=f"``{name}``, converted when first read. Raises DecodeError if it is malformed.")
+    return property(
+        read, slot.__set__, doc=f"``{name}``, converted when first read. Raises DecodeError if it is malformed."
+    )
 
 
-class ReceivedOutput(EngineCoreOutput, array_like=True):
+class ReceivedOutput(EngineCoreOutput, array_like=True, gc=False):
     """An ``EngineCoreOutput`` that came over the wire; its arrays are converted when first read."""
 
     if not TYPE_CHECKING:
@@ -316,20 +264,6 @@ ARRAY_SLOTS = tuple(
     for name in ("new_logprobs", "new_prompt_logprobs_tensors", "pooling_output", "routed_experts")
 )
 """Descriptors of the fields that may refer to auxiliary frames, past the properties above."""
-
-
-class UtilityOutput(Struct, array_like=True):
-    """Answer to a utility call. Source: protocol D.12.
-
-    Attributes:
-        call_id: of the call, 0 … 2^64 - 1; negative: a notification.
-        failure_message: set if it failed.
-        result: ``[typeinfo, value]``; typeinfo is nil unless pickle is switched on.
-    """
-
-    call_id: int
-    failure_message: str | None = None
-    result: Any = None
 
 
 class EngineCoreOutputs(Struct, array_like=True):
@@ -363,56 +297,3 @@ class ReceivedOutputs(EngineCoreOutputs, array_like=True):
 
     if not TYPE_CHECKING:  # a list is invariant; for readers it stays a list of EngineCoreOutput
         outputs: list[ReceivedOutput] = field(default_factory=list)
-
-
-class ReconfigureDistributedRequest(Struct, kw_only=True):
-    """Elastic scaling: -1 keeps the current rank, -2 shuts the rank down. Source: protocol D.14."""
-
-    new_data_parallel_size: int
-    new_data_parallel_rank: int
-    new_data_parallel_rank_local: int
-    new_data_parallel_master_ip: str
-    new_data_parallel_master_port: int
-    new_data_parallel_master_port_list: list[int]
-    coord_store_port: int
-
-
-class UtilityCall(Struct, array_like=True):
-    """A call of one of the engine's methods. Source: protocol section F."""
-
-    client_index: int
-    call_id: int
-    method: str
-    args: list[Any]
-
-
-def utility_output(call_id: int, value: object = None, *, failure_message: str | None = None) -> UtilityOutput:
-    """Make the answer to a utility call: a value, or why there is none."""
-    if failure_message is not None:
-        return UtilityOutput(call_id, failure_message)
-    return UtilityOutput(call_id, None, [None, value])
-
-
-def utility_result(output: UtilityOutput, *, allow_pickle: bool = False) -> Any:
-    """Return the value that a successful utility call came back with.
-
-    Arrays in it stay ``[dtype, shape, data]``: a result has no schema.
-
-    Raises:
-        DecodeError: it is no ``[typeinfo, value]`` pair; or it states Python types, which only a peer with pickle
-            switched on does, and ``allow_pickle`` is off.
-    """
-    match output.result:
-        case None:
-            return None
-        case [None, value]:
-            return value
-        case [_, value] if allow_pickle:
-            return value
-        case [_, _]:
-            raise DecodeError(
-                "the result names Python types, as a peer with VLLM_ALLOW_INSECURE_SERIALIZATION=1 sends; "
-                "switch that off there"
-            )
-        case _:
-            raise DecodeError(f"a utility result must be [typeinfo, value], got {type(output.result).__name__}")

@@ -7,10 +7,12 @@ of range never becomes an object.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from enum import IntEnum
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct, field
 
 from enginewire.errors import InvalidRequestError
@@ -20,6 +22,9 @@ MIN_TEMPERATURE: Final = 0.01
 
 MAX_LOGPROB_TOKEN_IDS: Final = 128
 """Upper bound of ``logprob_token_ids``, as in the reference."""
+
+LARGEST: Final = sys.float_info.max
+"""Bound of what is unbounded but finite."""
 
 
 class RequestOutputKind(IntEnum):
@@ -166,6 +171,10 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         self._normalise()
         self._check_ranges()
+        self._check_lists()
+        if self.stop and not self.include_stop_str_in_output and self.output_text_buffer_length == 0:
+            # The frontend holds back this much text: it may be the beginning of a stop string.
+            self.output_text_buffer_length = max(len(text) for text in self.stop) - 1
         if self.temperature == 0:  # greedy: what narrows a distribution has nothing to narrow
             if self.top_p != 1:
                 self.top_p = 1.0
@@ -195,38 +204,38 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
             self.thinking_token_budget = None
         if self.top_k == -1:
             self.top_k = 0
-        if isinstance(self.structured_outputs, dict):
-            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
         if self.skip_reading_prefix_cache is None:
             # Prompt logprobs are computed only for tokens that are not read from the cache.
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
-        if self.stop and not self.include_stop_str_in_output and self.output_text_buffer_length == 0:
-            self.output_text_buffer_length = max(len(text) for text in self.stop) - 1
 
     def _check_ranges(self) -> None:
-        _integer("n", self.n, 1, None)
+        _integer("n", self.n, 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, None, low_is_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 0, low_is_open=True)
         _number("temperature", self.temperature, 0, 2)
         if 0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
         _number("top_p", self.top_p, 0, 1, low_is_open=True)
-        _integer("top_k", self.top_k, 0, None)
+        _integer("top_k", self.top_k, 0)
         _number("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
+            _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _integer(name, value, -1, None)
+                _integer(name, value, -1)
+        if self.thinking_token_budget is not None:
+            _integer("thinking_token_budget", self.thinking_token_budget, 0)
+
+    def _check_lists(self) -> None:
         _strings("stop", self.stop)
-        _strings("bad_words", self.bad_words)
         if "" in (self.stop or ()):
             raise InvalidRequestError("stop strings must not be empty", parameter="stop")
+        _strings("bad_words", self.bad_words)
         _token_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             _token_ids("allowed_token_ids", self.allowed_token_ids)
@@ -239,35 +248,53 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
                     f"logprob_token_ids holds {len(self.logprob_token_ids)} ids, at most {MAX_LOGPROB_TOKEN_IDS}",
                     parameter="logprob_token_ids",
                 )
-        for token_id, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias token id", token_id, 0, None, parameter="logit_bias")
-            _number("logit_bias", bias, None, None)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise _refuse("logit_bias", self.logit_bias, "a map of token ids to numbers")
+            for token_id, bias in self.logit_bias.items():
+                _integer("logit_bias token id", token_id, 0, parameter="logit_bias")
+                _number("logit_bias", bias, -LARGEST)
+        for name, kind in (
+            ("structured_outputs", StructuredOutputsParams),
+            ("repetition_detection", RepetitionDetectionParams),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                setattr(self, name, _params_from_map(name, value, kind))
+
+
+def _params_from_map(name: str, value: object, kind: type[Struct]) -> Struct:
+    """Accept the map form of nested parameters, as JSON gives it."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"{name}: {exc}", parameter=name) from exc
 
 
 def _refuse(name: str, value: object, expected: str, parameter: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} must be {expected}, got {value!r}", parameter=parameter or name)
+    return InvalidRequestError(f"{name} must be {expected}, got {reprlib.repr(value)}", parameter=parameter or name)
 
 
-def _number(name: str, value: float, low: float | None, high: float | None, *, low_is_open: bool = False) -> None:
-    """Refuse what is not a finite number of ``low … high`` (``None``: unbounded)."""
+def _number(name: str, value: float, low: float, high: float = LARGEST, *, low_is_open: bool = False) -> None:
+    """Refuse what is not a finite number of ``low … high``."""
+    is_number = isinstance(value, (float, int)) and not isinstance(value, bool)
+    if is_number and low <= value <= high and not (low_is_open and value == low):  # NaN compares false
+        return
     bounds = "a finite number"
-    if low is not None:
+    if low > -LARGEST:
         bounds += f" {'above' if low_is_open else 'of at least'} {low}"
-    if high is not None:
+    if high < LARGEST:
         bounds += f" and at most {high}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _refuse(name, value, bounds)
-    if low is not None and (value < low or (low_is_open and value == low)):
-        raise _refuse(name, value, bounds)
-    if high is not None and value > high:
-        raise _refuse(name, value, bounds)
+    raise _refuse(name, value, bounds)
 
 
-def _integer(name: str, value: int, low: int, high: int | None, *, parameter: str | None = None) -> None:
+def _integer(name: str, value: int, low: int, high: int | None = None, *, parameter: str | None = None) -> None:
     """Refuse what is not an integer of ``low … high`` (``None``: unbounded)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        bounds = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
-        raise _refuse(name, value, bounds, parameter)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and low <= value and (high is None or value <= high):
+        return
+    bounds = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
+    raise _refuse(name, value, bounds, parameter)
 
 
 def _strings(name: str, value: object) -> None:
