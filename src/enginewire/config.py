@@ -30,6 +30,7 @@ class EngineConfig:
         max_num_seqs: most requests in the executor at once; the others wait.
         scheduling_policy: order of waiting requests: ``fcfs`` or ``priority`` (lower first, then arrival).
         log_stats: engines report scheduler statistics.
+        forward_engine_log: pass on to stderr what a started engine prints; its tail is kept for errors anyway.
         ready_timeout_s: from launch to ready, one deadline. Environment: ``VLLM_ENGINE_READY_TIMEOUT_S``; 600.
         hello_timeout_s: from launch to the first word of a local engine process; it only has to start Python.
         shutdown_timeout_s: on shutdown, how long running requests may go on; 0 aborts them.
@@ -56,6 +57,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     scheduling_policy: SchedulingPolicy = "fcfs"
     log_stats: bool = True
+    forward_engine_log: bool = True
 
     ready_timeout_s: float = field(default_factory=envs.ready_timeout_s)
     hello_timeout_s: float = 60.0

@@ -1,0 +1,249 @@
+"""``AsyncMPClient``: awaited calls to an engine in another process.
+
+The receiver is a reader on the output socket's file descriptor, not zmq.asyncio: a future and a poll per message cost
+three quarters of a small message there. The descriptor is edge-triggered: it tells that something changed, once. So
+the reader drains until nothing is left, or comes back by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import zmq
+
+from enginewire.client.base import ExecutorChoice
+from enginewire.client.inbox import Frames
+from enginewire.client.mp import MPClient
+from enginewire.config import EngineConfig
+from enginewire.errors import EngineDeath, UtilityTimeoutError
+from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
+
+MESSAGES_PER_WAKE_UP: Final = 64
+"""After so many messages the loop gets a turn: about 0.2 ms."""
+
+YIELD_EVERY_S: Final = 0.0005
+"""How long a consumer may find messages waiting without giving the loop a turn."""
+
+INPUT_CHECK_S: Final = 1.0
+"""How often the input socket is looked at for a restarted engine."""
+
+HAND_BACK_S: Final = 2.0
+"""How long another thread waits for the loop to give its sockets back."""
+
+ErrorMaker = Callable[[], BaseException]
+
+
+class AsyncMPClient(MPClient):
+    """Asyncio face, on asyncio or uvloop. All calls but ``shutdown`` belong to one event loop at a time.
+
+    The receiver starts in the constructor when a loop is running, else at first use, and moves on to another loop once
+    its own is closed.
+    """
+
+    def __init__(
+        self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None, **kwargs: Any
+    ) -> None:
+        self._receiver: _Receiver | None = None
+        self._arrived: deque[Frames | EngineCoreOutputs] = deque()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._end: ErrorMaker | None = None
+        self._last_turn = 0.0
+        super().__init__(config, executor_class, log_stats, **kwargs)
+        try:
+            me = weakref.ref(self)
+
+            def on_closed(make_error: ErrorMaker) -> None:
+                if (client := me()) is not None:
+                    client._end_from_any_thread(make_error)
+
+            self.resources.on_closed = on_closed
+            self.start_engine_core_monitor()
+            with contextlib.suppress(RuntimeError):  # no loop is running: the receiver starts at first use
+                asyncio.get_running_loop()
+                self._ensure_receiver()
+        except BaseException:
+            self.shutdown(timeout=0)
+            raise
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self._ensure_receiver()
+        self._send_add(request)
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        self._send_abort(request_ids)
+
+    async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        waiter: asyncio.Future[Any] = self._ensure_receiver().create_future()
+        call_id = self.inbox.calls.start(method, waiter)
+        try:
+            self._send_utility(call_id, method, args)
+            async with asyncio.timeout(timeout) as limit:
+                return await waiter
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise  # the caller's own time limit, or a failure that looks like one
+            raise UtilityTimeoutError(f"{method} was not answered within {timeout:g} s", method=method) from exc
+        finally:
+            self.inbox.calls.forget(call_id)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        loop = self._ensure_receiver()
+        while True:
+            if not self._arrived:
+                if self._end is not None:
+                    raise self._end()
+                await self._next_arrival(loop)
+            elif loop.time() - self._last_turn > YIELD_EVERY_S:
+                await asyncio.sleep(0)
+                self._last_turn = loop.time()
+            else:
+                message = self.inbox.take(self._arrived.popleft())
+                if message is not None:
+                    return message
+
+    async def _next_arrival(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiter = loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+        self._last_turn = loop.time()
+
+    # Called by the receiver, on its loop.
+
+    def _deliver(self, messages: Sequence[Frames | EngineCoreOutputs]) -> None:
+        self._arrived.extend(messages)
+        self._wake_waiters()
+
+    def _finish(self, make_error: ErrorMaker) -> None:
+        """End everybody who waits, and everybody who will, with an error. The first one stays."""
+        self._end = self._end or make_error
+        self.inbox.calls.close(self._end)
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # Moving between threads and loops.
+
+    def _on_death(self, death: EngineDeath) -> None:
+        if self.inbox.engine_died(death):
+            self._end_from_any_thread(death.exception)
+
+    def _end_from_any_thread(self, make_error: ErrorMaker) -> None:
+        if self._receiver is None:  # then nobody can be waiting
+            self._finish(make_error)
+        else:
+            self._receiver.run(lambda: self._finish(make_error))
+
+    def _ensure_receiver(self) -> asyncio.AbstractEventLoop:
+        """Return the running loop, with the receiver on it.
+
+        Raises:
+            RuntimeError: the receiver is on another loop that is not closed; or this is a forked process.
+        """
+        loop = asyncio.get_running_loop()
+        receiver = self._receiver
+        if receiver is not None and receiver.loop is loop:
+            return loop
+        self.ensure_alive()
+        if receiver is not None:
+            if not receiver.loop.is_closed():
+                raise RuntimeError(
+                    "this client is in use on another event loop: use it there, or make a second client, or close that "
+                    "loop first"
+                )
+            self._waiters.clear()  # they went with their loop, and so did the callers of utilities
+            self.inbox.calls.forget_all()
+        self._receiver = _Receiver(loop, self)
+        self.resources.stop_receiver = self._receiver.stop
+        self.ensure_alive()  # once more: a death is either seen here or finds the receiver
+        return loop
+
+
+class _Receiver:
+    """Reads the output socket on an event loop. Holds no reference to the client; the loop holds this."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, client: AsyncMPClient) -> None:
+        socket = client.resources.output_socket
+        assert socket is not None
+        self.loop = loop
+        self._socket = socket
+        self._inbox = client.inbox
+        self._client = weakref.ref(client)
+        self._descriptor = socket.fileno()
+        self._stopped = False
+        loop.add_reader(self._descriptor, self._on_readable)
+        loop.call_soon(self._on_readable)  # the edge for what is there already may be past
+        self._timer = loop.call_later(INPUT_CHECK_S, self._check_input)
+
+    def _on_readable(self) -> None:
+        """Take what is there, and come back for more after the loop's other work."""
+        if self._stopped:
+            return
+        messages: list[Frames | EngineCoreOutputs] = []
+        try:
+            for _ in range(MESSAGES_PER_WAKE_UP):
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                if self._inbox.sort(frames):
+                    messages.append(frames)
+            self.loop.call_soon(self._on_readable)
+        except zmq.Again:
+            pass  # drained: the descriptor tells of the next one
+        self._hand_over(messages)
+
+    def _check_input(self) -> None:
+        self._timer = self.loop.call_later(INPUT_CHECK_S, self._check_input)
+        if (client := self._client()) is not None:
+            self._hand_over(client._read_input_socket())
+
+    def _hand_over(self, messages: Sequence[Frames | EngineCoreOutputs]) -> None:
+        if messages and (client := self._client()) is not None:
+            client._deliver(messages)
+
+    def run(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` on the loop: now if this is its thread, else soon. A closed loop has no callers left."""
+        if _is_running_here(self.loop):
+            callback()
+        else:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(callback)
+
+    def stop(self) -> bool:
+        """Stop reading and close the socket, on its loop; ``False``: that loop is too busy."""
+        if _is_running_here(self.loop) or not self.loop.is_running():
+            self._close()
+            return True
+        closed = threading.Event()
+
+        def close() -> None:
+            self._close()
+            closed.set()
+
+        self.run(close)
+        return closed.wait(HAND_BACK_S) or not self.loop.is_running()
+
+    def _close(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        if not self.loop.is_closed():
+            self._timer.cancel()
+            self.loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

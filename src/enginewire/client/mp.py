@@ -1,0 +1,284 @@
+"""``MPClient``: what the sync and the asyncio client of an engine in another process share.
+
+That is all but waiting: sockets, processes, start-up, sending, death. A face adds a receiver and a way to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from enginewire.client.base import EngineCoreClient, ExecutorChoice
+from enginewire.client.inbox import Inbox
+from enginewire.client.resources import BackgroundResources, closed_error
+from enginewire.client.startup import EngineStartup, apply_ready_responses, wait_for_engines
+from enginewire.config import EngineConfig
+from enginewire.engine.spec import EngineSpec
+from enginewire.errors import EngineDeath
+from enginewire.host.executor_source import executor_source
+from enginewire.host.manager import CoreEngineProcManager
+from enginewire.transport.endpoints import Endpoints, choose_endpoints
+from enginewire.transport.sockets import bind_pull, bind_router
+from enginewire.wire.codec import MsgpackEncoder
+from enginewire.wire.frames import ABORT, ADD, UTILITY, Buffer, engine_identity
+from enginewire.wire.handshake import EngineZmqAddresses
+from enginewire.wire.messages import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+
+class MPClient(EngineCoreClient):
+    """Client of an engine in another process; see :class:`SyncMPClient` and :class:`AsyncMPClient`.
+
+    Usable when the constructor returns; otherwise all it made is gone and it raised.
+
+    Args:
+        config: copied; ``self.config`` is completed by what the engine reports.
+        executor_class: overrides ``config.executor``.
+        log_stats: overrides ``config.log_stats``.
+        client_addresses: ``input_address`` and ``output_address`` to bind, when somebody else starts the engines and
+            does the handshake.
+        client_count: how many frontends share the engines.
+        client_index: which of them this is.
+
+    Raises:
+        ConfigError: the executor cannot be found, or settings contradict each other.
+        EngineStartupError: the engine could not be started; a ``TimeoutError`` too if time ran out.
+        OSError: an address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: ExecutorChoice = None,
+        log_stats: bool | None = None,
+        *,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> None:
+        self.config = config.copy()
+        if log_stats is not None:
+            self.config.log_stats = log_stats
+        self.client_count = client_count
+        self.client_index = client_index
+        self.engine_index = self.config.data_parallel_rank
+        self._identity = engine_identity(self.engine_index)
+        self._pid = os.getpid()
+        self.resources = BackgroundResources(self.config.shutdown_timeout_s, self.config.terminate_timeout_s)
+        self._finalizer = weakref.finalize(self, self.resources)
+        self._encoder = MsgpackEncoder(
+            zero_copy_threshold=self.config.zero_copy_threshold, allow_pickle=self.config.allow_pickle
+        )
+        # Messages whose arrays ZeroMQ still reads, with what keeps those arrays alive.
+        self._pending_messages: deque[tuple[zmq.MessageTracker, object]] = deque()
+        try:
+            self._start(executor_class, client_addresses)
+        except BaseException:
+            self.shutdown(timeout=0)
+            raise
+
+    def _start(self, executor_class: ExecutorChoice, client_addresses: Mapping[str, str] | None) -> None:
+        """Bind, launch, shake hands. Whatever fails here is cleaned up by the caller."""
+        resources = self.resources
+        if client_addresses is not None:
+            endpoints = Endpoints("", client_addresses["input_address"], client_addresses["output_address"])
+        else:
+            endpoints = choose_endpoints(self.config)
+        resources.endpoints = endpoints
+        limit = self.config.max_frame_bytes
+        resources.input_socket, input_address = bind_router(resources.context, endpoints.input, limit)
+        resources.output_socket, output_address = bind_pull(resources.context, endpoints.output, limit)
+        launches = client_addresses is None and self.config.starts_engines
+        startup = EngineStartup(
+            [self.engine_index],
+            local=launches,
+            addresses=EngineZmqAddresses(inputs=[input_address], outputs=[output_address]),
+            handshake=client_addresses is None,
+        )
+        if client_addresses is None:
+            resources.handshake_socket, address = bind_router(resources.context, endpoints.handshake, limit)
+            if launches:
+                spec = self._engine_spec(executor_class, address, endpoints)
+                resources.engine_manager = CoreEngineProcManager([spec], forward_log=self.config.forward_engine_log)
+            else:
+                logger.info("waiting for engine %s, started elsewhere, on %s", self.engine_index, address)
+        manager = resources.engine_manager
+        self.inbox = Inbox(self.config, [self.engine_index], self._make_marker_handler())
+        wait_for_engines(
+            startup,
+            resources.handshake_socket,
+            resources.input_socket,
+            ready_timeout_s=self.config.ready_timeout_s,
+            hello_timeout_s=self.config.hello_timeout_s if launches else None,
+            first_death=manager.first_death if manager else lambda: None,
+            log_tail=lambda: manager.log_tail(self.engine_index) if manager else (),
+        )
+        apply_ready_responses(self.config, startup.responses)
+        if resources.handshake_socket is not None:
+            resources.handshake_socket.close(linger=0)
+
+    def _engine_spec(self, executor_class: ExecutorChoice, handshake: str, endpoints: Endpoints) -> EngineSpec:
+        source = executor_source(executor_class or self.config.executor)
+        return EngineSpec(
+            config=self.config,
+            log_stats=self.config.log_stats,
+            executor=source.reference,
+            executor_pickle=source.pickled,
+            sys_path=[str(Path(entry or ".").absolute()) for entry in sys.path],
+            engine_index=self.engine_index,
+            handshake_address=handshake,
+            local=True,
+            headless=False,
+            cleanup_paths=[endpoints.folder] if endpoints.folder else [],
+        )
+
+    # Death.
+
+    def _make_marker_handler(self) -> Any:
+        """Make what the receiver calls on a death marker; it must not keep the client alive."""
+        me = weakref.ref(self)
+
+        def on_death_marker() -> None:
+            client = me()
+            if client is None:
+                return
+            if client.resources.engine_manager is not None:
+                client.resources.engine_manager.expect_death()  # the monitor knows the cause within a second
+            else:
+                cause = "it reported a fatal error; its log is on the host where it runs"
+                client._on_death(EngineDeath(client.engine_index, cause))
+
+        return on_death_marker
+
+    def start_engine_core_monitor(self) -> None:
+        """Have the deaths of engine processes reported to this client, without keeping it alive (C-26)."""
+        manager = self.resources.engine_manager
+        if manager is None:
+            return
+        me = weakref.ref(self)
+
+        def on_death(death: EngineDeath) -> None:
+            client = me()
+            if client is not None:
+                client._on_death(death)
+
+        manager.watch_deaths(on_death)
+
+    def _on_death(self, death: EngineDeath) -> None:
+        """Take note of the engine's death, from any thread, and wake everybody who waits."""
+        raise NotImplementedError
+
+    @property
+    def engine_dead(self) -> bool:
+        """Whether the engine is gone."""
+        return self.inbox.death is not None
+
+    def ensure_alive(self) -> None:
+        """Raise if nothing can be asked of the engine.
+
+        Raises:
+            EngineDeadError: it is gone.
+            ClientClosedError: this client was shut down.
+            RuntimeError: this is a forked copy of the process that made the client.
+        """
+        if self.inbox.death is not None:
+            raise self.inbox.death.exception()
+        if self.resources.closing:
+            raise closed_error()
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this client belongs to the process that made it; ZeroMQ sockets do not survive a fork. "
+                "Make a client of its own in the child process"
+            )
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine if this client started it, and release everything. Idempotent, from any thread."""
+        self._finalizer.detach()
+        self.resources.close(timeout)
+
+    # Sending. The caller holds the send lock (sync) or is the loop's thread (asyncio).
+
+    def _send_add(self, request: EngineCoreRequest) -> None:
+        self.ensure_alive()
+        request.client_index = self.client_index
+        self.inbox.admit(request.request_id)
+        try:
+            self._send(ADD, request)
+        except BaseException:
+            self.inbox.forget([request.request_id])
+            raise
+
+    def _send_abort(self, request_ids: Sequence[str]) -> None:
+        """Send ABORT; no-op for no ids and for an engine that is gone (C-42)."""
+        if not request_ids or self.engine_dead or self.resources.closing:
+            return
+        self._send(ABORT, list(request_ids))
+        self.inbox.forget(request_ids)
+
+    def _send_utility(self, call_id: int, method: str, args: Sequence[Any]) -> None:
+        self.ensure_alive()
+        self._send(UTILITY, (self.client_index, call_id, method, args))
+
+    def _send(self, request_type: bytes, message: object) -> None:
+        """Send one message.
+
+        Arrays of at least ``zero_copy_threshold`` bytes are not copied: the message is kept until ZeroMQ is done with
+        them (C-28).
+
+        Raises:
+            EncodeError: the message has a value that cannot go on the wire.
+            EngineDeadError: the engine's connection is gone.
+        """
+        socket = self.resources.input_socket
+        assert socket is not None
+        payload, *arrays = self._encoder.encode(message)
+        while self._pending_messages and self._pending_messages[0][0].done:
+            self._pending_messages.popleft()
+        try:
+            if arrays:
+                self._send_tracked(socket, [self._identity, request_type, payload], arrays, message)
+            else:
+                socket.send_multipart((self._identity, request_type, payload), zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            cause = f"its connection is gone ({exc.strerror})"
+            raise (self.inbox.death or EngineDeath(self.engine_index, cause)).exception() from exc
+
+    def _send_tracked(
+        self, socket: zmq.Socket[bytes], head: list[Buffer], arrays: list[Buffer], message: object
+    ) -> None:
+        for frame in head:
+            socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+        for frame in arrays[:-1]:
+            self._track(socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=False, track=True), message)
+        self._track(socket.send(arrays[-1], zmq.NOBLOCK, copy=False, track=True), message)
+
+    def _track(self, tracker: zmq.MessageTracker | None, message: object) -> None:
+        if tracker is not None and not tracker.done:
+            self._pending_messages.append((tracker, message))
+
+    def _read_input_socket(self) -> list[Any]:
+        """Read what engines say on the input socket after start-up: that they were restarted (defect 21)."""
+        socket = self.resources.input_socket
+        messages: list[Any] = []
+        if socket is None or socket.closed:
+            return messages
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return messages
+            if (failures := self.inbox.ready_again(frames)) is not None:
+                messages.append(failures)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.resources.closed else "dead" if self.engine_dead else "ready"
+        return f"<{type(self).__name__} engine={self.engine_index} {state} live={len(self.inbox.live)}>"

@@ -1,0 +1,191 @@
+"""``SyncMPClient``: blocking calls to an engine in another process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import zmq
+
+from enginewire.client.base import ExecutorChoice
+from enginewire.client.inbox import Frames, Inbox
+from enginewire.client.mp import MPClient
+from enginewire.config import EngineConfig
+from enginewire.errors import EngineDeath, UtilityTimeoutError
+from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
+
+BATCH: Final = 64
+"""Messages handed over at once: the queue and the interpreter lock are paid per batch, and a batch is never waited
+for."""
+
+INPUT_CHECK_MS: Final = 1000
+"""How often the input socket is looked at for a restarted engine. It belongs to the senders, under their lock."""
+
+JOIN_S: Final = 5.0
+
+Batch = list["Frames | EngineCoreOutputs"]
+End = Callable[[], BaseException]
+
+
+class SyncMPClient(MPClient):
+    """Sync face. Safe to use from several threads.
+
+    A daemon thread receives; it holds no reference to the client. Outputs are decoded by whoever takes them.
+    """
+
+    def __init__(
+        self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None, **kwargs: Any
+    ) -> None:
+        self._queue: queue.SimpleQueue[Batch | End] = queue.SimpleQueue()
+        self._batch: deque[Frames | EngineCoreOutputs] = deque()
+        super().__init__(config, executor_class, log_stats, **kwargs)
+        try:
+            self._start_receiver()
+            self.start_engine_core_monitor()
+        except BaseException:
+            self.shutdown(timeout=0)
+            raise
+
+    def _start_receiver(self) -> None:
+        resources = self.resources
+        output_socket = resources.output_socket
+        assert output_socket is not None
+        wake_address = f"inproc://wake-{id(self):x}"
+        wake_receiver = resources.context.socket(zmq.PAIR)
+        wake_receiver.bind(wake_address)
+        wake_sender = resources.context.socket(zmq.PAIR)
+        wake_sender.setsockopt(zmq.LINGER, 0)
+        wake_sender.connect(wake_address)
+        me = weakref.ref(self)
+
+        def check_input() -> Batch:
+            client = me()
+            if client is None:
+                return []
+            with client.resources.send_lock:
+                return client._read_input_socket()
+
+        # From here on the output socket belongs to the thread, which closes it.
+        thread = threading.Thread(
+            target=_receive,
+            args=(output_socket, wake_receiver, self.inbox, self._queue, check_input),
+            name="enginewire-receiver",
+            daemon=True,
+        )
+        inbox, outgoing = self.inbox, self._queue
+
+        def stop() -> bool:
+            wake_sender.send(b"")
+            wake_sender.close()
+            thread.join(JOIN_S)
+            return not thread.is_alive()
+
+        def on_closed(make_error: End) -> None:
+            inbox.calls.close(make_error)
+            outgoing.put(make_error)
+
+        resources.on_closed = on_closed
+        resources.stop_receiver = stop
+        thread.start()
+
+    def _on_death(self, death: EngineDeath) -> None:
+        if self.inbox.engine_died(death):
+            self.inbox.calls.close(death.exception)
+            self._queue.put(death.exception)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        with self.resources.send_lock:
+            self._send_add(request)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        with self.resources.send_lock:
+            self._send_abort(request_ids)
+
+    def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                item = self._batch.popleft()
+            except IndexError:
+                self._wait_for_batch(deadline, timeout)
+                continue
+            message = self.inbox.take(item)
+            if message is not None:
+                return message
+
+    def _wait_for_batch(self, deadline: float | None, timeout: float | None) -> None:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            item = self._queue.get(timeout=left)
+        except queue.Empty:
+            raise TimeoutError(f"no output within {timeout:g} s") from None
+        if callable(item):
+            self._queue.put(item)  # for the next one who waits
+            raise item()
+        self._batch.extend(item)
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.ensure_alive()
+        call_id = self.inbox.calls.start(method, waiter)
+        try:
+            with self.resources.send_lock:
+                self._send_utility(call_id, method, args)
+            return waiter.result(timeout)
+        except concurrent.futures.TimeoutError as exc:
+            if waiter.done():
+                raise  # the engine's own
+            raise UtilityTimeoutError(f"{method} was not answered within {timeout:g} s", method=method) from exc
+        finally:
+            self.inbox.calls.forget(call_id)
+
+
+def _receive(
+    output_socket: zmq.Socket[bytes],
+    wake_receiver: zmq.Socket[bytes],
+    inbox: Inbox,
+    outgoing: queue.SimpleQueue[Batch | End],
+    check_input: Callable[[], Batch],
+) -> None:
+    """Receive until woken: utility answers are resolved here, the rest is handed over in batches."""
+    poller = zmq.Poller()
+    poller.register(output_socket, zmq.POLLIN)
+    poller.register(wake_receiver, zmq.POLLIN)
+    next_check = time.monotonic() + INPUT_CHECK_MS / 1000
+    try:
+        while True:
+            ready = poller.poll(INPUT_CHECK_MS)
+            if any(socket is wake_receiver for socket, _ in ready):
+                return
+            batch = _drain(output_socket, inbox) if ready else []
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + INPUT_CHECK_MS / 1000
+                batch += check_input()
+            if batch:
+                outgoing.put(batch)
+    except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+        message = f"the receiver failed: {exc!r}"
+        outgoing.put(lambda: RuntimeError(message))
+        inbox.calls.close(lambda: RuntimeError(message))
+    finally:
+        output_socket.close(linger=0)
+        wake_receiver.close(linger=0)
+
+
+def _drain(output_socket: zmq.Socket[bytes], inbox: Inbox) -> Batch:
+    """Take what is there, up to a batch, without waiting."""
+    batch: Batch = []
+    try:
+        while len(batch) < BATCH:
+            frames = output_socket.recv_multipart(zmq.NOBLOCK)
+            if inbox.sort(frames):
+                batch.append(frames)
+    except zmq.Again:
+        pass
+    return batch

@@ -1,0 +1,301 @@
+"""``CoreEngineProcManager``: starts engine processes, tees their logs, notices their deaths, stops them.
+
+An engine runs under a fresh interpreter (``python -m enginewire.engine.main``), in a process group of its own. Neither
+fork nor multiprocessing's spawn: the first copies locks and ZeroMQ threads, the second imports the caller's
+``__main__`` again. One end of a socket pair, the *lifeline*, ties the two processes together: what the engine has to
+know goes over it first; its end of file tells either side that the other is gone, however it went; and an engine that
+dies of an error says why on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import site
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from enginewire.engine.channel import LENGTH_BYTES
+from enginewire.engine.spec import DeathNote, EngineSpec
+from enginewire.errors import EngineDeath, describe_exit
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL_LINES: Final = 40
+MAX_LOG_LINE_BYTES: Final = 4096
+
+SENTINEL_POLL_S: Final = 0.5
+"""How often exit statuses are looked at. The lifeline's end of file is faster; this is for an engine whose own child
+holds the lifeline open."""
+
+LAST_WORDS_S: Final = 1.0
+"""How long a death may wait for exit status and log before those who wait on the engine are told (C-27)."""
+
+
+KILLED_S: Final = 10.0
+"""How long a killed process may take to disappear; the kernel may be writing its memory out."""
+
+
+class EngineProcess:
+    """One engine process: its pid, its lifeline, the tail of its log. Everything here is called by the manager.
+
+    Args:
+        spec: what it is told.
+        forward_log: pass its log on to our stderr.
+    """
+
+    def __init__(self, spec: EngineSpec, *, forward_log: bool) -> None:
+        self.engine_index = spec.engine_index
+        self.forward_log = forward_log
+        self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+        self.death: EngineDeath | None = None
+        self.marker_deadline: float | None = None
+        self.is_leaving = False
+        self._partial_line = b""
+        self._words = b""
+        payload = spec.encode()
+        self.lifeline, theirs = socket.socketpair()
+        try:
+            self.popen = subprocess.Popen(
+                # -P: the current folder must not shadow modules; the engine takes over our sys.path.
+                [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=_environment(),
+            )
+        except BaseException:
+            self.lifeline.close()
+            raise
+        finally:
+            theirs.close()
+        assert self.popen.stdout is not None
+        self.log = self.popen.stdout
+        os.set_blocking(self.log.fileno(), False)
+        with contextlib.suppress(OSError):  # it has died already, and the monitor will say so
+            self.lifeline.sendall(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+        self.lifeline.setblocking(False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not been reaped yet."""
+        return self.popen.returncode is None
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, without reaping it: until then its id and its group's cannot be used again."""
+        try:
+            return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # somebody waits for all children of this process
+            return True
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to it, or to it and its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if group else os.kill)(self.popen.pid, number)
+
+    def reap(self) -> EngineDeath:
+        """Kill what is left of its group, collect status and last words, and say why it ended."""
+        self.signal(signal.SIGKILL, group=True)
+        status = self.popen.wait()
+        while self.read_lifeline():
+            pass
+        self.read_log()
+        self.log.close()
+        self.lifeline.close()
+        note = self._note()
+        how = describe_exit(status)
+        cause = how if note is None else f"{note.cause} (its process {how})"
+        return EngineDeath(self.engine_index, cause, status, tuple(self.log_tail))
+
+    def read_log(self) -> bool:
+        """Take in what it printed; ``False`` once there will be no more."""
+        while True:
+            try:
+                data = os.read(self.log.fileno(), 65536)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            *lines, rest = (self._partial_line + data).split(b"\n")
+            if not data or len(rest) > MAX_LOG_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._partial_line = rest
+            for line in lines:
+                self._log_line(line)
+            if not data:
+                return False
+
+    def read_lifeline(self) -> bool:
+        """Take in what it says on its lifeline; ``False`` once there is no more."""
+        try:
+            data = self.lifeline.recv(65536)
+        except OSError:
+            return False
+        self._words += data
+        self.is_leaving = not data
+        return bool(data)
+
+    def _note(self) -> DeathNote | None:
+        """Read what it said about its own end: one message, or nothing if it was killed."""
+        try:
+            return msgspec.msgpack.decode(self._words[LENGTH_BYTES:], type=DeathNote)
+        except msgspec.DecodeError:
+            return None
+
+    def _log_line(self, line: bytes) -> None:
+        text = line[:MAX_LOG_LINE_BYTES].decode("utf-8", "replace").rstrip()
+        if not text:
+            return
+        self.log_tail.append(text)
+        if self.forward_log:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # our own stderr may be closed or gone
+                sys.stderr.write(f"{text}\n")
+
+
+class CoreEngineProcManager:
+    """Owns engine processes and the one thread that watches and reaps them.
+
+    The thread holds no reference to a client and ends when all processes have.
+
+    Args:
+        specs: one per engine to start.
+        forward_log: pass their logs on to our stderr.
+
+    Raises:
+        OSError: a process could not be started; none is left.
+    """
+
+    def __init__(self, specs: Sequence[EngineSpec], *, forward_log: bool = True) -> None:
+        self.processes: list[EngineProcess] = []
+        # Guards each process's `death` together with `_on_death`: a death is reported once, to whoever watches.
+        # Reentrant: the garbage collector may call `shutdown` in the middle of anything.
+        self._lock = threading.RLock()
+        self._on_death: Callable[[EngineDeath], None] | None = None
+        self._all_reaped = threading.Event()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="enginewire-monitor", daemon=True)
+        try:
+            for spec in specs:
+                self.processes.append(EngineProcess(spec, forward_log=forward_log))
+            self._thread.start()
+        except BaseException:
+            for process in self.processes:
+                process.reap()
+            self._wake_receiver.close()
+            self._wake_sender.close()
+            raise
+
+    def watch_deaths(self, on_death: Callable[[EngineDeath], None]) -> None:
+        """Have each death reported by the watching thread; one that happened already is reported at once."""
+        with self._lock:
+            self._on_death = on_death
+            deaths = [process.death for process in self.processes if process.death is not None]
+        for death in deaths:
+            on_death(death)
+
+    def first_death(self) -> EngineDeath | None:
+        """Return the death of an engine that has ended, ``None`` while all live."""
+        return next((process.death for process in self.processes if process.death is not None), None)
+
+    def expect_death(self) -> None:
+        """Have a death reported within a second, even if the process does not end: it sent its death marker."""
+        for process in self.processes:
+            process.marker_deadline = process.marker_deadline or time.monotonic() + LAST_WORDS_S
+        self._wake()
+
+    def log_tail(self, engine_index: int) -> tuple[str, ...]:
+        """Return the last lines that an engine printed."""
+        return next((tuple(p.log_tail) for p in self.processes if p.engine_index == engine_index), ())
+
+    def shutdown(self, timeout: float) -> None:
+        """Stop all engines: SIGTERM, and SIGKILL to those that have not left after ``timeout`` seconds. Idempotent."""
+        with self._lock:
+            self._on_death = None
+        self._signal_running(signal.SIGTERM)
+        if not self._all_reaped.wait(timeout):
+            late = [process.engine_index for process in self.processes if process.is_running]
+            logger.warning("engines %s did not leave within %.1f s and are killed", late, timeout)
+            self._signal_running(signal.SIGKILL, group=True)
+            self._all_reaped.wait(KILLED_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(KILLED_S)
+
+    def _signal_running(self, number: int, *, group: bool = False) -> None:
+        with self._lock:  # not between a process's reaping and the note of it
+            for process in self.processes:
+                if process.is_running:
+                    process.signal(number, group=group)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake anyway; closed: it has ended
+            self._wake_sender.send(b"\0")
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_receiver, selectors.EVENT_READ, lambda: bool(self._wake_receiver.recv(4096)))
+            for process in self.processes:
+                selector.register(process.log, selectors.EVENT_READ, process.read_log)
+                selector.register(process.lifeline, selectors.EVENT_READ, process.read_lifeline)
+            while any(process.is_running for process in self.processes):
+                for key, _ in selector.select(self._poll_s()):
+                    if not key.data():  # end of file
+                        selector.unregister(key.fileobj)
+                for process in self.processes:
+                    self._look_at(process, selector)
+        self._wake_receiver.close()
+        self._wake_sender.close()
+        self._all_reaped.set()
+
+    def _poll_s(self) -> float:
+        """Look again soon while an end is near: a closed lifeline precedes the exit status by milliseconds."""
+        is_near = any(
+            process.is_running and (process.is_leaving or process.marker_deadline is not None)
+            for process in self.processes
+        )
+        return 0.02 if is_near else SENTINEL_POLL_S
+
+    def _look_at(self, process: EngineProcess, selector: selectors.BaseSelector) -> None:
+        """Reap a process that has ended, and report a death that is known or overdue."""
+        death: EngineDeath | None = None
+        if process.is_running and process.has_ended():
+            for stream in (process.log, process.lifeline):
+                with contextlib.suppress(KeyError):
+                    selector.unregister(stream)
+            with self._lock:
+                death = process.reap()
+        elif process.death is None and process.marker_deadline and time.monotonic() > process.marker_deadline:
+            cause = "it reported a fatal error, and its process has not ended since"
+            death = EngineDeath(process.engine_index, cause, None, tuple(process.log_tail))
+        if death is None or process.death is not None:  # the first cause sticks
+            return
+        with self._lock:
+            process.death = death
+            on_death = self._on_death
+        if on_death is not None:
+            on_death(death)
+
+
+def _environment() -> dict[str, str]:
+    """Our environment, and a way to import this package where it is not installed but found through ``sys.path``."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in {*site.getsitepackages(), site.getusersitepackages()}:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return environment

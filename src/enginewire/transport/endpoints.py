@@ -1,0 +1,91 @@
+"""Where a frontend's sockets are bound: ipc in a folder of their own, or tcp.
+
+Unix socket paths are limited to about 107 bytes and need a writable folder. Where they cannot be had, ``auto``
+falls back to tcp on loopback, which any local user can connect to; the ipc folder is private (mode 0700).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+
+from enginewire.config import EngineConfig, Transport
+from enginewire.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_IPC_PATH_BYTES = 103
+"""The smallest ``sun_path`` among the systems we know is 104 bytes with its terminator (macOS; Linux has 108)."""
+
+FOLDER_PREFIX = "enginewire-"
+LONGEST_SOCKET_NAME = "handshake"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Addresses to bind; a tcp port 0 is resolved by binding.
+
+    Attributes:
+        folder: holds the ipc sockets and belongs to us; ``None`` with tcp.
+    """
+
+    handshake: str
+    input: str
+    output: str
+    folder: str | None = None
+
+    def remove(self) -> None:
+        """Remove the folder and the sockets in it. Idempotent."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def choose_endpoints(config: EngineConfig) -> Endpoints:
+    """Decide where the sockets of a client with these settings go.
+
+    Raises:
+        ConfigError: ``transport="ipc"`` and there is no folder for ipc sockets.
+    """
+    if not config.starts_engines:
+        host = tcp_host(config.data_parallel_address)
+        handshake = f"tcp://{host}:{config.data_parallel_rpc_port or '*'}"
+        return Endpoints(handshake, f"tcp://{host}:*", f"tcp://{host}:*")
+    if config.transport != "tcp":
+        folder = _private_folder(config.ipc_dir, config.transport)
+        if folder is not None:
+            return Endpoints(f"ipc://{folder}/handshake", f"ipc://{folder}/input", f"ipc://{folder}/output", folder)
+    return Endpoints("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+
+
+def tcp_host(host: str) -> str:
+    """Bracket an IPv6 literal."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Whether a socket needs ``ZMQ_IPV6`` for this endpoint."""
+    return endpoint.startswith("tcp://[")
+
+
+def _private_folder(base: str | None, transport: Transport) -> str | None:
+    """Make a folder for ipc sockets, ``None`` if that cannot be and tcp will do."""
+    base = base or tempfile.gettempdir()
+    # mkdtemp adds eight random characters
+    longest = os.path.join(base, FOLDER_PREFIX + "12345678", LONGEST_SOCKET_NAME)
+    if sys.platform == "win32":
+        reason = "this system has no ipc sockets"
+    elif len(os.fsencode(longest)) > MAX_IPC_PATH_BYTES:
+        reason = f"ipc paths in {base} would be longer than {MAX_IPC_PATH_BYTES} bytes"
+    else:
+        try:
+            return tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base)
+        except OSError as exc:
+            reason = f"no folder for ipc sockets can be made in {base} ({exc.strerror})"
+    if transport == "ipc":
+        raise ConfigError(f"transport='ipc' is not possible: {reason}. Set ipc_dir to a short, writable folder")
+    logger.info("using tcp on loopback: %s", reason)
+    return None

@@ -1,0 +1,75 @@
+"""How the frontend's sockets are made. Source: protocol section A.2 and its additions in ours (handover, mandatory)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+
+from enginewire.transport.endpoints import is_ipv6
+
+LARGE_BUFFER_BYTES = 512 << 20
+"""Kernel buffers on hosts with more than 32 GiB, as the reference asks for; the kernel clamps it."""
+
+IO_THREADS = 2
+
+HEARTBEAT_INTERVAL_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""tcp only: a silent host is noticed after this time. Works against peers that set nothing."""
+
+
+def make_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Make a context of our own; the shared instance belongs to the application."""
+    return zmq.Context(io_threads=IO_THREADS)
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
+) -> tuple[zmq.Socket[bytes], str]:
+    """Bind a ROUTER and return it with its resolved address.
+
+    A restarted engine takes its identity over (handover), and a message to an engine that is gone is an error
+    instead of silence (mandatory).
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket, _bind(socket, endpoint, max_frame_bytes)
+
+
+def bind_pull(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
+) -> tuple[zmq.Socket[bytes], str]:
+    """Bind a PULL and return it with its resolved address."""
+    socket = context.socket(zmq.PULL)
+    return socket, _bind(socket, endpoint, max_frame_bytes)
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> str:
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        if _has_plenty_of_memory():
+            socket.setsockopt(zmq.RCVBUF, LARGE_BUFFER_BYTES)
+            socket.setsockopt(zmq.SNDBUF, LARGE_BUFFER_BYTES)
+        if endpoint.startswith("tcp://"):
+            socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.bind(endpoint)
+    except zmq.ZMQError as exc:
+        socket.close(linger=0)
+        raise OSError(exc.errno, f"cannot bind {endpoint}: {exc.strerror}") from exc
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _has_plenty_of_memory() -> bool:
+    """Whether the host has more than 32 GiB in total and 16 GiB available (the reference's rule)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return kib.get("MemTotal", 0) > 32 << 20 and kib.get("MemAvailable", 0) > 16 << 20
