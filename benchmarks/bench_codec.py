@@ -90,9 +90,8 @@ def main() -> None:
         plain, rich = outputs(batch, logprobs=False), outputs(batch, logprobs=True)
         plain_frames, rich_frames = encoder.encode(plain), encoder.encode(rich)
 
-        def read(frames: list = rich_frames) -> None:
-            for output in decoder.decode(frames).outputs:
-                output.new_logprobs
+        def read(frames: list = rich_frames) -> object:
+            return [output.new_logprobs for output in decoder.decode(frames).outputs]
 
         results[f"encode outputs, B={batch}"] = microseconds(lambda m=plain: encoder.encode(m), rounds)
         results[f"decode outputs, B={batch}"] = microseconds(lambda f=plain_frames: decoder.decode(f), rounds)

@@ -1,8 +1,9 @@
-"""For tests of what talks to engines: a fake engine without a model.
+"""For tests of what talks to engines: a fake engine without a model, and waiting under a deadline.
 
 May import anything below the frontends. Start with :class:`MockEngine`.
 """
 
 from enginewire.testing.mock_engine import MockEngine, Received, free_tcp_port, mock_ready
+from enginewire.testing.waiting import wait_until
 
-__all__ = ["MockEngine", "Received", "free_tcp_port", "mock_ready"]
+__all__ = ["MockEngine", "Received", "free_tcp_port", "mock_ready", "wait_until"]

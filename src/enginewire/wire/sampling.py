@@ -10,12 +10,14 @@ from __future__ import annotations
 import reprlib
 import sys
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct, field
 
 from enginewire.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 MIN_TEMPERATURE: Final = 0.01
 """Smaller positive temperatures overflow the division of logits; they are raised to this."""
@@ -224,10 +226,10 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, -1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, -1)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, -1)
         if self.thinking_token_budget is not None:
             _integer("thinking_token_budget", self.thinking_token_budget, 0)
 
@@ -254,16 +256,17 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
             for token_id, bias in self.logit_bias.items():
                 _integer("logit_bias token id", token_id, 0, parameter="logit_bias")
                 _number("logit_bias", bias, -LARGEST)
-        for name, kind in (
-            ("structured_outputs", StructuredOutputsParams),
-            ("repetition_detection", RepetitionDetectionParams),
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            self.structured_outputs = _from_map("structured_outputs", self.structured_outputs, StructuredOutputsParams)
+        if self.repetition_detection is not None and not isinstance(
+            self.repetition_detection, RepetitionDetectionParams
         ):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                setattr(self, name, _params_from_map(name, value, kind))
+            self.repetition_detection = _from_map(
+                "repetition_detection", self.repetition_detection, RepetitionDetectionParams
+            )
 
 
-def _params_from_map(name: str, value: object, kind: type[Struct]) -> Struct:
+def _from_map(name: str, value: object, kind: type[T]) -> T:
     """Accept the map form of nested parameters, as JSON gives it."""
     try:
         return msgspec.convert(value, kind)
@@ -298,10 +301,10 @@ def _integer(name: str, value: int, low: int, high: int | None = None, *, parame
 
 
 def _strings(name: str, value: object) -> None:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+    if not isinstance(value, list) or (value and not all(isinstance(text, str) for text in value)):
         raise _refuse(name, value, "a list of strings")
 
 
 def _token_ids(name: str, value: object) -> None:
-    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+    if not isinstance(value, list) or (value and not all(type(token) is int and token >= 0 for token in value)):
         raise _refuse(name, value, "a list of non-negative token ids")
