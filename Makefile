@@ -1,0 +1,92 @@
+# `make run` and `make test` need Python 3.11 or newer, make and a C library; everything else goes into .venv.
+# Another interpreter: make PYTHON=python3.12 run
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PYTEST := $(BIN)/python -m pytest
+
+PROMPT ?= In one sentence: why is the sky blue?
+ARGS ?=
+
+# Stamps: an installation is repeated when pyproject.toml changes, and not otherwise.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: help setup run test fmt lint types check docs faults soak bench bench-check ci clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(RUN_STAMP) ## complete a prompt with the default model; PROMPT="…" ARGS="--max-tokens 20"
+	@$(BIN)/enginewire run "$(PROMPT)" $(ARGS)
+
+test: $(DEV_STAMP) ## run the test suite; ARGS="-k name"
+	@$(BIN)/enginewire pull
+	$(PYTEST) -m "not slow" $(ARGS)
+
+setup: $(DEV_STAMP) ## make .venv with everything that development needs
+
+fmt: $(DEV_STAMP) ## format the code and sort the imports
+	$(BIN)/ruff check --select I --fix --quiet .
+	$(BIN)/ruff format .
+
+lint: $(DEV_STAMP) ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV_STAMP) ## check types, twice
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+check: lint types ## everything that takes seconds: style, types, layering, unit and contract tests, golden bytes
+	$(PYTEST) -q -m "not model and not slow" tests/unit tests/vectors tests/property tests/contract $(ARGS)
+
+docs: $(DEV_STAMP) ## check the documentation against the code and run its examples
+	$(PYTEST) -q tests/unit/test_docs.py $(ARGS)
+
+faults: $(DEV_STAMP) ## kill, stop, starve and confuse engines and clients
+	$(PYTEST) -q tests/faults $(ARGS)
+
+soak: $(DEV_STAMP) ## the tests that take minutes
+	$(PYTEST) -m slow $(ARGS)
+
+bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in one run
+	@$(BIN)/enginewire pull
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-check: $(DEV_STAMP) ## like bench; fails if LLM reaches less than 0.95 of the bare engine
+	@$(BIN)/enginewire pull
+	$(BIN)/python benchmarks/bench.py --min-ratio 0.95 $(ARGS)
+
+ci: ## what continuous integration runs
+	.ci/run
+
+clean: ## remove .venv and everything else that is made here; fetched models stay in your cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/pyvenv.cfg:
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "make: $(PYTHON) was not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
+		exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: Python 3.11 or newer is needed, $(PYTHON) is $$("$(PYTHON)" -V 2>&1);" \
+			"name another: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Making $(VENV) …"
+	@"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; exit 1; }
+
+$(RUN_STAMP): $(VENV)/pyvenv.cfg pyproject.toml
+	@echo "Installing enginewire and the OpenVINO engine into $(VENV) (once, about a minute) …"
+	@$(PIP) install --editable '.[openvino]'
+	@touch $@
+
+$(DEV_STAMP): $(VENV)/pyvenv.cfg pyproject.toml
+	@echo "Installing enginewire and its development tools into $(VENV) (once, a minute or two) …"
+	@$(PIP) install --editable '.[dev]'
+	@touch $@ $(RUN_STAMP)
