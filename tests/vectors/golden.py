@@ -1,0 +1,74 @@
+"""Reads the golden vectors: recorded frames with the value that a decoder without a schema sees in them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.msgpack import Ext
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One entry of a file.
+
+    Attributes:
+        frames: payload first, then auxiliary frames; what stands before the payload on the socket is in ``head``.
+        value: the payload without a schema, see :func:`schemaless`.
+        error: the reference refused to encode this.
+    """
+
+    file: str
+    name: str
+    direction: str
+    head: list[bytes]
+    frames: list[bytes]
+    value: Any
+    error: str | None
+
+    def __str__(self) -> str:
+        return f"{self.file}/{self.name}"
+
+
+def load(*files: str) -> list[Vector]:
+    """Read vector files by their names without version."""
+    return [_vector(name, entry) for name in files for entry in json.loads((DATA / f"{name}-0.25.1.json").read_text())]
+
+
+def by_name(file: str) -> dict[str, Vector]:
+    """Read one file whose names are unique."""
+    return {vector.name: vector for vector in load(file)}
+
+
+def _vector(file: str, entry: dict[str, Any]) -> Vector:
+    frames = [bytes.fromhex(frame) for frame in entry["frames"]]
+    first = entry.get("payload_frame") or 0
+    return Vector(
+        file, entry["name"], entry["direction"], frames[:first], frames[first:], entry["value"], entry.get("error")
+    )
+
+
+def schemaless(payload: bytes) -> Any:
+    """Decode a payload without a schema into the JSON form of the vectors."""
+    return as_json(msgspec.msgpack.decode(payload, strict=True))
+
+
+def as_json(value: Any) -> Any:
+    """Put a decoded value into the JSON form of the vectors."""
+    match value:
+        case bytes():
+            return {"$bin": value.hex()}
+        case Ext():
+            return {"$ext": value.code, "hex": bytes(value.data).hex()}
+        case list():
+            return [as_json(item) for item in value]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: as_json(item) for key, item in value.items()}
+        case dict():
+            return {"$map": [[as_json(key), as_json(item)] for key, item in value.items()]}
+    return value
