@@ -116,7 +116,7 @@ class Executor(ABC):
         """Report the state after the last step."""
         return ExecutorStats()
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027 - most have nothing to release
         """Release everything. Called once; no other call follows."""
 
     # What follows is optional; the default answers a utility call with a clear failure.

@@ -1,4 +1,4 @@
-"""How the frontend's sockets are made. Source: protocol section A.2 and its additions in ours (handover, mandatory)."""
+"""How both ends' sockets are made. Source: protocol section A.2 and its additions in ours (handover, mandatory)."""
 
 from __future__ import annotations
 
@@ -45,17 +45,56 @@ def bind_pull(
     return socket, _bind(socket, endpoint, max_frame_bytes)
 
 
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_frame_bytes: int
+) -> zmq.Socket[bytes]:
+    """Connect an engine's DEALER, to a handshake or to a frontend's input."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    return _connect(socket, endpoint, max_frame_bytes)
+
+
+def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """Connect an engine's PUSH, to a frontend's output."""
+    return _connect(context.socket(zmq.PUSH), endpoint, -1)
+
+
+def inproc_pair(context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Make two connected PAIRs, to wake a thread that polls sockets. ``name`` is unique in the context."""
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for socket in (ours, theirs):
+        socket.setsockopt(zmq.LINGER, 0)
+    ours.bind(f"inproc://{name}")
+    theirs.connect(f"inproc://{name}")
+    return ours, theirs
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> zmq.Socket[bytes]:
+    try:
+        _set_common_options(socket, endpoint, max_frame_bytes)
+        socket.connect(endpoint)
+    except zmq.ZMQError as exc:
+        socket.close(linger=0)
+        raise OSError(exc.errno, f"cannot connect to {endpoint}: {exc.strerror}") from exc
+    return socket
+
+
+def _set_common_options(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    if _has_plenty_of_memory():
+        socket.setsockopt(zmq.RCVBUF, LARGE_BUFFER_BYTES)
+        socket.setsockopt(zmq.SNDBUF, LARGE_BUFFER_BYTES)
+    if endpoint.startswith("tcp://"):
+        socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+
+
 def _bind(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> str:
     try:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        if _has_plenty_of_memory():
-            socket.setsockopt(zmq.RCVBUF, LARGE_BUFFER_BYTES)
-            socket.setsockopt(zmq.SNDBUF, LARGE_BUFFER_BYTES)
+        _set_common_options(socket, endpoint, max_frame_bytes)
         if endpoint.startswith("tcp://"):
-            socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.bind(endpoint)

@@ -1,0 +1,63 @@
+"""``Channel``: whole messages over a stream socket between a process and its own child.
+
+A message is its length (4 bytes, big endian) and as many bytes. One thread sends and one receives at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Final
+
+LENGTH_BYTES: Final = 4
+MAX_MESSAGE_BYTES: Final = (1 << 8 * LENGTH_BYTES) - 1
+
+
+class Channel:
+    """One end of a socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = sock.makefile("rb")
+
+    @classmethod
+    def adopt(cls, fd: int) -> Channel:
+        """Take over a descriptor that was inherited, and inherit it no further."""
+        os.set_inheritable(fd, False)
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        """Return the descriptor, to poll it."""
+        return self._socket.fileno()
+
+    def send(self, message: bytes | bytearray) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the peer is gone.
+            ValueError: it is larger than a length can say (4 GiB).
+        """
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes is too long, at most {MAX_MESSAGE_BYTES}")
+        # One call for both: a separate small write would wake the reader twice.
+        self._socket.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+
+    def receive(self) -> bytes | None:
+        """Wait for the next message; ``None`` once the peer is gone, also in the middle of a message."""
+        try:
+            header = self._reader.read(LENGTH_BYTES)
+            if len(header) < LENGTH_BYTES:
+                return None
+            length = int.from_bytes(header, "big")
+            message = self._reader.read(length)
+        except ConnectionError:
+            return None
+        return message if len(message) == length else None
+
+    def close(self) -> None:
+        """Close; a receiver in another thread is woken. Idempotent."""
+        with contextlib.suppress(OSError):  # closed before, or the peer is gone: either way nobody waits
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.close()
+        self._socket.close()

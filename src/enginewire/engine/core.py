@@ -1,0 +1,307 @@
+"""``EngineCore``: a scheduler over an executor, and the utilities a frontend may call.
+
+It has no thread, socket or loop. A client in the same process calls it directly; ``EngineCoreProc`` gives it a process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, get_args
+
+from enginewire.config import EngineConfig
+from enginewire.engine.executor import Executor
+from enginewire.engine.scheduler import PauseMode, PauseState, Request, Scheduler, StepInput, StepOutput, run_step
+from enginewire.engine.validate import check_request
+from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
+
+logger = logging.getLogger(__name__)
+
+WAKE_UP_TAGS: Final = ("weights", "kv_cache", "scheduling")
+
+
+class EngineCore:
+    """Runs requests on an executor, step by step.
+
+    Args:
+        config: the settings; not changed.
+        executor_class: makes the executor, which loads the model.
+        log_stats: report statistics with the outputs.
+
+    Attributes:
+        executor: the executor.
+        max_model_len: most tokens of prompt and output together: the least of what the executor, the configuration
+            and the KV cache allow.
+
+    Raises:
+        Exception: whatever the executor's constructor raises.
+    """
+
+    def __init__(
+        self, config: EngineConfig, executor_class: Callable[[EngineConfig], Executor], log_stats: bool = True
+    ) -> None:
+        self.config = config
+        self.executor = executor_class(config)
+        self.capacity = self.executor.capacity
+        self.capabilities = self.executor.capabilities
+        bounds = [self.capacity.max_model_len]
+        if config.max_model_len is not None:
+            bounds.append(config.max_model_len)
+        if self.capacity.num_gpu_blocks:
+            bounds.append(self.capacity.num_gpu_blocks * self.capacity.block_size)
+        self.max_model_len = min(bounds)
+        self.scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            policy=config.scheduling_policy,
+            max_model_len=self.max_model_len,
+            log_stats=log_stats,
+        )
+        self._pauses: list[tuple[Future[None], Callable[[], None]]] = []
+        """Pauses that wait for running requests to end, each with what is to be done then."""
+        self.step_fn = self.step
+
+    def shutdown(self) -> None:
+        """Release the executor. Called once, last."""
+        self.fail_pauses("the engine is shutting down")
+        self.executor.shutdown()
+
+    # Requests.
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
+        """Check a request and make it ready for :meth:`add_request`. Changes nothing; safe in any thread.
+
+        Raises:
+            InvalidRequestError: this engine cannot run it.
+        """
+        check_request(
+            request,
+            max_model_len=self.max_model_len,
+            vocab_size=self.capacity.vocab_size,
+            capabilities=self.capabilities,
+        )
+        return Request(request, self.max_model_len)
+
+    def add_request(self, request: Request) -> None:
+        """Enqueue a request, in every pause state.
+
+        Raises:
+            DuplicateRequestIdError: one of this id is live; it goes on undisturbed.
+        """
+        self.scheduler.add(request)
+        if request.core_request.abort_immediately:
+            self.scheduler.abort([request.request_id])
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """End requests on their client's behalf, without any output for them. Unknown ids are ignored."""
+        self.scheduler.abort(request_ids)
+
+    # Steps.
+
+    def schedule(self) -> StepInput | None:
+        """Decide the next step; ``None``: nothing to do until something arrives."""
+        return self.scheduler.schedule()
+
+    def update(self, result: StepOutput) -> dict[int, EngineCoreOutputs]:
+        """Turn the result of a step into messages, keyed by client index."""
+        return self.scheduler.update(result)
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Do one step here: schedule, run, update. Empty if there is nothing to do."""
+        step_input = self.schedule()
+        messages = {} if step_input is None else self.update(run_step(self.executor, step_input))
+        for client_index, synthetic in self.scheduler.take_synthetic().items():
+            message = messages.setdefault(client_index, EngineCoreOutputs())
+            message.outputs.extend(synthetic.outputs)
+            message.finished_requests = synthetic.finished_requests
+        return messages
+
+    def post_step(self) -> None:
+        """Do what had to wait for a step's outputs to be on their way: complete pauses whose requests have ended."""
+        if not self._pauses or self.scheduler.num_running:
+            return
+        self._forget_aborted()
+        pauses, self._pauses = self._pauses, []
+        for future, then in pauses:
+            _complete(future, then)
+
+    # Utilities that read.
+
+    def get_supported_tasks(self) -> list[str]:
+        """Return what the engine serves, e.g. ``["generate"]``."""
+        return list(self.capabilities.tasks)
+
+    def is_scheduler_paused(self) -> bool:
+        """Whether the scheduler is paused."""
+        return self.scheduler.pause_state is not PauseState.UNPAUSED
+
+    def is_sleeping(self) -> bool:
+        """Whether the scheduler is paused or the executor asleep."""
+        return self.is_scheduler_paused() or self.executor.is_sleeping
+
+    def get_kv_cache_group_metadata(self) -> list[dict[str, Any]]:
+        """Describe the KV cache: one group."""
+        block_size = self.capacity.block_size
+        return [{"group_idx": 0, "kind": "full_attention", "block_size": block_size, "sliding_window": None}]
+
+    def reset_mm_cache(self) -> None:
+        """Forget cached multimodal inputs. There are none."""
+
+    def reset_encoder_cache(self) -> None:
+        """Forget cached encoder outputs. There are none."""
+
+    # Utilities that pause, sleep and wake (protocol section H).
+
+    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
+        """Pause.
+
+        Args:
+            mode: ``abort`` ends all requests; ``wait`` lets running ones finish, waiting ones wait; ``keep`` stops
+                everything where it is.
+            clear_cache: forget cached prefixes then; kept requests are recomputed.
+
+        Returns:
+            A future if running requests have to finish first.
+
+        Raises:
+            ValueError: another mode.
+        """
+        return self._pause(mode, self._clear_cache if clear_cache else lambda: None)
+
+    def resume_scheduler(self) -> None:
+        """Go on.
+
+        Raises:
+            ValueError: the executor is asleep.
+        """
+        if self.executor.is_sleeping:
+            raise ValueError("the executor is asleep; call wake_up")
+        self.fail_pauses("the scheduler was resumed before the pause was complete")
+        self.scheduler.pause_state = PauseState.UNPAUSED
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
+        """Pause, then give up memory: level 0 none, 1 weights and KV cache, 2 everything.
+
+        Raises:
+            ValueError: no such level or mode.
+            NotImplementedError: the executor does not offer this level; nothing was paused.
+        """
+        if level not in (0, 1, 2):
+            raise ValueError(f"Invalid sleep level: {level}; 0, 1 or 2 was expected")
+        if level and level not in self.capabilities.sleep_levels:
+            offers = ", ".join(str(offered) for offered in (0, *self.capabilities.sleep_levels))
+            raise NotImplementedError(f"this engine does not offer sleep level {level}; it offers {offers}")
+        return self._pause(mode, (lambda: self._fall_asleep(level)) if level else lambda: None)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory back and, once all of it is there, go on.
+
+        Args:
+            tags: ``weights``, ``kv_cache``: only these; ``scheduling``: only go on; ``None``: everything.
+
+        Raises:
+            ValueError: an unknown tag.
+        """
+        if unknown := [tag for tag in tags or () if tag not in WAKE_UP_TAGS]:
+            raise ValueError(f"Invalid wake_up tags: {', '.join(unknown)}; known: {', '.join(WAKE_UP_TAGS)}")
+        memory = None if tags is None else [tag for tag in tags if tag != "scheduling"]
+        if memory != [] and self.executor.is_sleeping:
+            self.executor.wake_up(memory)
+        if not self.executor.is_sleeping:
+            self.resume_scheduler()
+
+    def fail_pauses(self, why: str) -> None:
+        """Tell those who wait for a pause that it will not come."""
+        pauses, self._pauses = self._pauses, []
+        for future, _ in pauses:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(why))
+
+    def _pause(self, mode: str, then: Callable[[], None]) -> Future[None] | None:
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"Invalid pause mode: {mode}")
+        if mode == "wait" and self.executor.is_sleeping and self.scheduler.num_running:
+            raise ValueError("the requests kept by this pause cannot finish while the executor sleeps; call wake_up")
+        if mode == "abort":
+            self.scheduler.abort_all()
+        self.scheduler.pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        if mode == "wait" and self.scheduler.num_running:
+            future: Future[None] = Future()
+            self._pauses.append((future, then))
+            return future
+        self._forget_aborted()
+        then()
+        return None
+
+    def _forget_aborted(self) -> None:
+        """Make the executor idle now, not at the next step: what follows may be a cache reset or sleep."""
+        if aborts := self.scheduler.take_aborts():
+            self.executor.abort_requests(aborts)
+
+    def _clear_cache(self) -> None:
+        if self.capabilities.prefix_caching and not self.executor.is_sleeping:
+            self.reset_prefix_cache(reset_running_requests=True)
+
+    def _fall_asleep(self, level: int) -> None:
+        if not self.executor.is_sleeping:
+            self._clear_cache()
+            self.executor.sleep(level)
+
+    # Utilities of the executor.
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes. There is no connector to reset."""
+        done = self.executor.reset_prefix_cache(reset_running_requests)
+        if done:
+            self.scheduler.note_cache_reset()
+        return done
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Start or stop a profiler."""
+        self.executor.profile(is_start, profile_prefix)
+
+    def execute_dummy_batch(self) -> None:
+        """Run a step without requests."""
+        self.executor.execute_dummy_batch()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter."""
+        return self.executor.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter."""
+        return self.executor.remove_lora(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded."""
+        return self.executor.pin_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of loaded adapters."""
+        return self.executor.list_loras()
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write the weights to a folder."""
+        self.executor.save_sharded_state(path, pattern, max_size)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by name; return one result per worker."""
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+
+def _complete(future: Future[None], then: Callable[[], None]) -> None:
+    """Finish a pause. Whatever goes wrong is its caller's to know, not the loop's to die of (defect 10)."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        then()
+    except Exception as exc:  # noqa: BLE001 - see above
+        future.set_exception(exc)
+    else:
+        future.set_result(None)

@@ -1,0 +1,112 @@
+"""The engine's half of start-up: HELLO, INIT, READY on the handshake socket, and the ready response (protocol B)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import zmq
+
+from enginewire._version import __version__
+from enginewire.engine.core import EngineCore
+from enginewire.errors import DecodeError, EngineStartupError
+from enginewire.transport.sockets import connect_dealer
+from enginewire.wire.capabilities import EngineInfo
+from enginewire.wire.codec import MsgpackDecoder
+from enginewire.wire.frames import engine_identity
+from enginewire.wire.handshake import (
+    EngineCoreReadyResponse,
+    EngineHandshakeMetadata,
+    EngineZmqAddresses,
+    HandshakeMessage,
+)
+from enginewire.wire.profile import WireProfile
+
+INIT_TIMEOUT_S: Final = 300.0
+"""How long a frontend may take to answer HELLO. The reference's engines wait as long."""
+
+LINGER_MS: Final = 5000
+"""For READY to leave after the socket is closed."""
+
+MAX_INIT_BYTES: Final = 1 << 20
+"""Room for thousands of addresses."""
+
+
+class Handshake:
+    """A conversation with the frontend or launcher at ``address``."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, engine_index: int, *, local: bool, headless: bool
+    ) -> None:
+        self._address = address
+        self._engine_index = engine_index
+        self._local = local
+        self._headless = headless
+        try:
+            self._socket = connect_dealer(context, address, engine_identity(engine_index), MAX_INIT_BYTES)
+        except OSError as exc:
+            raise self._error(f"the handshake failed: {exc}") from exc
+
+    def hello(self, timeout_s: float = INIT_TIMEOUT_S) -> EngineZmqAddresses:
+        """Say HELLO and wait for INIT: the frontends' addresses.
+
+        Raises:
+            EngineStartupError: no answer in time, or one that cannot be followed.
+        """
+        self._say("HELLO")
+        if not self._socket.poll(int(timeout_s * 1000)):
+            raise self._error(f"did not receive a response from the frontend at {self._address} within {timeout_s:g} s")
+        frames = self._socket.recv_multipart()
+        try:
+            addresses = MsgpackDecoder(EngineHandshakeMetadata).decode(frames[-1:]).addresses
+        except DecodeError as exc:
+            raise self._error(f"the frontend's INIT message: {exc}") from exc
+        if addresses.coordinator_input is not None or addresses.coordinator_output is not None:
+            raise self._error("coordinator not supported yet")
+        if not addresses.inputs or len(addresses.inputs) != len(addresses.outputs):
+            raise self._error(
+                "INIT must give as many input as output addresses, at least one; "
+                f"got {len(addresses.inputs)} and {len(addresses.outputs)}"
+            )
+        return addresses
+
+    def ready(self) -> None:
+        """Say READY. The last word on this socket."""
+        self._say("READY")
+        self._socket.close(LINGER_MS)
+
+    def close(self) -> None:
+        """Close without another word. Idempotent."""
+        self._socket.close(0)
+
+    def _say(self, status: str) -> None:
+        message = HandshakeMessage(
+            status="HELLO" if status == "HELLO" else "READY", local=self._local, headless=self._headless
+        )
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def _error(self, message: str) -> EngineStartupError:
+        return EngineStartupError(message, stage="hello", engine_index=self._engine_index)
+
+
+def ready_response(core: EngineCore, executor_name: str, addresses: EngineZmqAddresses, profile: WireProfile) -> bytes:
+    """Make the message that tells a frontend what the engine turned out to be."""
+    capacity = core.capacity
+    tokens = capacity.num_gpu_blocks * capacity.block_size
+    response: EngineCoreReadyResponse = profile.ready(
+        max_model_len=core.max_model_len,
+        num_gpu_blocks=capacity.num_gpu_blocks,
+        block_size=capacity.block_size,
+        dp_stats_address=addresses.frontend_stats_publish_address,
+        dtype=capacity.dtype,
+        vllm_version=profile.vllm_version,
+        kv_cache_size_tokens=tokens or None,
+        kv_cache_max_concurrency=tokens / core.max_model_len if tokens else None,
+        enginewire=EngineInfo(
+            version=__version__,
+            executor=executor_name,
+            vocab_size=capacity.vocab_size,
+            capabilities=core.capabilities,
+        ),
+    )
+    return msgspec.msgpack.encode(response)

@@ -1,0 +1,196 @@
+"""``InputThread``: owns an engine's DEALER sockets, and turns what arrives into calls of a receiver.
+
+No message can end it (defects 1, 2, 3, 5): what cannot be understood is answered if its sender can be told, else
+logged and dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import zmq
+
+from enginewire.config import EngineConfig
+from enginewire.errors import DecodeError, InvalidRequestError
+from enginewire.transport.sockets import connect_dealer, inproc_pair
+from enginewire.wire.codec import MsgpackDecoder, RequestDecoder, UtilityCallDecoder
+from enginewire.wire.frames import ABORT, ADD, REQUEST_TYPES, UTILITY, engine_identity
+from enginewire.wire.messages import EngineCoreRequest, UtilityCall, UtilityOutput, utility_output
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN: Final = 64
+"""Messages read from one socket before the others get their turn."""
+
+
+class Receiver(Protocol):
+    """Whom the messages are for. Called in the input thread."""
+
+    def receive_request(self, request: EngineCoreRequest) -> None:
+        """Take an ADD."""
+
+    def receive_abort(self, request_ids: list[str]) -> None:
+        """Take an ABORT."""
+
+    def receive_utility(self, call: UtilityCall) -> None:
+        """Take a UTILITY."""
+
+    def refuse_request(self, request_id: str, client_index: int, why: InvalidRequestError) -> None:
+        """Tell a client that its request was not understood."""
+
+    def answer_utility(self, client_index: int, answer: UtilityOutput) -> None:
+        """Tell a client that its call was not understood."""
+
+    def thread_failed(self, exc: BaseException) -> None:
+        """Learn that this thread is gone."""
+
+
+class InputThread(threading.Thread):
+    """Connects one DEALER per frontend, sends the ready response on each, then reads.
+
+    Args:
+        addresses: of the frontends' ROUTERs; position is the client index.
+        ready: the ready response.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        addresses: Sequence[str],
+        engine_index: int,
+        ready: bytes,
+        config: EngineConfig,
+        receiver: Receiver,
+    ) -> None:
+        super().__init__(name="engine-input", daemon=True)
+        self._context = context
+        self._addresses = list(addresses)
+        self._identity = engine_identity(engine_index)
+        self._ready = ready
+        self._max_frame_bytes = config.max_frame_bytes
+        self._max_frames = config.max_frames
+        self._receiver = receiver
+        self._requests = RequestDecoder()
+        self._calls = UtilityCallDecoder(allow_pickle=config.allow_pickle)
+        self._aborts = MsgpackDecoder[Any](list[str] | str)  # type: ignore[arg-type]  # a union is a form, not a type
+        self.connected = threading.Event()
+        """The sockets exist and the ready response is on its way."""
+        self._stopper, self._stopped = inproc_pair(context, "stop-input")
+
+    def stop(self) -> None:
+        """End the thread and wait for it. Call once, from the thread that made it."""
+        if self.ident is not None:
+            self._stopper.send(b"")
+            self.join()
+        else:
+            self._stopped.close()
+        self._stopper.close()
+
+    def run(self) -> None:
+        """Read until stopped."""
+        sockets: list[zmq.Socket[bytes]] = []
+        try:
+            for address in self._addresses:
+                socket = connect_dealer(self._context, address, self._identity, self._max_frame_bytes)
+                sockets.append(socket)
+                socket.send(self._ready)
+            self.connected.set()
+            self._read(sockets)
+        except BaseException as exc:  # noqa: BLE001 - an engine without ears must not look alive
+            self._receiver.thread_failed(exc)
+        finally:
+            self.connected.set()
+            for socket in (self._stopped, *sockets):
+                socket.close()
+
+    def _read(self, sockets: list[zmq.Socket[bytes]]) -> None:
+        poller = zmq.Poller()
+        for socket in (self._stopped, *sockets):
+            poller.register(socket, zmq.POLLIN)
+        client_index_of = {socket: client_index for client_index, socket in enumerate(sockets)}
+        while True:
+            for socket, _ in poller.poll():
+                if socket is self._stopped:
+                    return
+                self._drain(socket, client_index_of[socket])
+
+    def _drain(self, socket: zmq.Socket[bytes], client_index: int) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                self.handle(frames, client_index)
+            except Exception:
+                logger.exception("client_index=%d sent a message that could not be handled; dropped", client_index)
+
+    def handle(self, frames: Sequence[bytes], client_index: int) -> None:
+        """Take one message off the socket of ``client_index``."""
+        kind, body = frames[0], frames[1:]
+        if not body or len(body) > self._max_frames or kind not in REQUEST_TYPES:
+            name = REQUEST_TYPES.get(kind, f"type {kind[:4].hex() or '(empty)'}")
+            logger.warning("client_index=%d sent %s in %d frames; dropped", client_index, name, len(frames))
+        elif kind == ADD:
+            self._add(body, client_index)
+        elif kind == ABORT:
+            self._abort(body, client_index)
+        elif kind == UTILITY:
+            self._utility(body, client_index)
+        else:
+            logger.warning("client_index=%d sent START_DP_WAVE, a coordinator's message; dropped", client_index)
+
+    def _add(self, body: Sequence[bytes], client_index: int) -> None:
+        try:
+            request = self._requests.decode(body)
+        except DecodeError as exc:
+            self._refuse(body, client_index, exc)
+            return
+        if not self._is_client(request.client_index):
+            # The socket it came on is a client's too, and most likely the one that waits.
+            why = f"client_index must be below {len(self._addresses)}, got {request.client_index}"
+            self._receiver.refuse_request(request.request_id, client_index, InvalidRequestError(why))
+            return
+        self._receiver.receive_request(request)
+
+    def _refuse(self, body: Sequence[bytes], client_index: int, exc: DecodeError) -> None:
+        sender = self._requests.sender(body)
+        if sender is None:
+            logger.warning("client_index=%d sent an ADD that cannot be read; dropped: %s", client_index, exc)
+            return
+        request_id, stated = sender
+        receiver = stated if self._is_client(stated) else client_index
+        self._receiver.refuse_request(request_id, receiver, InvalidRequestError(str(exc)))
+
+    def _abort(self, body: Sequence[bytes], client_index: int) -> None:
+        try:
+            request_ids = self._aborts.decode(body)
+        except DecodeError as exc:
+            logger.warning("client_index=%d sent an ABORT that cannot be read; dropped: %s", client_index, exc)
+            return
+        self._receiver.receive_abort([request_ids] if isinstance(request_ids, str) else request_ids)
+
+    def _utility(self, body: Sequence[bytes], client_index: int) -> None:
+        try:
+            call = self._calls.decode(body)
+        except DecodeError as exc:
+            self._refuse_call(body, client_index, exc)
+            return
+        if not self._is_client(call.client_index):
+            logger.warning("client_index=%d stated client_index=%d in a call", client_index, call.client_index)
+            call.client_index = client_index
+        self._receiver.receive_utility(call)
+
+    def _refuse_call(self, body: Sequence[bytes], client_index: int, exc: DecodeError) -> None:
+        logger.warning("client_index=%d sent a UTILITY that cannot be read: %s", client_index, exc)
+        sender = self._calls.sender(body)
+        if sender is not None:
+            stated, call_id = sender
+            answer = utility_output(call_id, failure_message=f"Call failed: {exc}")
+            self._receiver.answer_utility(stated if self._is_client(stated) else client_index, answer)
+
+    def _is_client(self, client_index: int) -> bool:
+        return 0 <= client_index < len(self._addresses)

@@ -1,0 +1,114 @@
+"""How an engine process starts: ``python -m enginewire.engine.main --lifeline-fd N``.
+
+N is one end of a socket pair. The parent sends an :class:`~enginewire.engine.spec.EngineSpec` over it and keeps its
+end open; when that closes, by whatever means, the parent is gone, and this process ends with all its children (C-62).
+The other way goes at most one message: a :class:`~enginewire.engine.spec.DeathNote`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Final, Literal
+
+from enginewire.engine.channel import Channel
+from enginewire.engine.proc import EngineCoreProc, StoppedWhileStarting
+from enginewire.engine.process_setup import configure_logging, send_stdout_to_stderr
+from enginewire.engine.spec import DeathNote, EngineSpec
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long an executor's Python code may keep the I/O threads waiting. Python's own 5 ms would be an engine's whole
+latency; shorter costs throughput."""
+
+
+def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
+    """Run an engine in this process until it is told to stop, and return the exit status.
+
+    Args:
+        spec: what to run.
+        lifeline: where to leave a note if it dies; ``None`` without a parent (headless).
+    """
+    configure_logging(spec.engine_index)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stage: Literal["startup", "running"] = "startup"
+
+    def leave_note(exc: BaseException) -> None:
+        if lifeline is not None:
+            DeathNote.of(stage, exc).send(lifeline)
+
+    engine = EngineCoreProc(spec, on_death=leave_note)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        engine.request_shutdown()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        engine.start()
+        stage = "running"
+        engine.run()
+    except StoppedWhileStarting:
+        logger.info("stopped while starting")
+    except BaseException as exc:
+        if stage == "startup":
+            logger.critical("the engine cannot start", exc_info=exc)
+            leave_note(exc)
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+def end_with_parent(lifeline: Channel, cleanup_paths: list[str]) -> None:
+    """End this process and its children when the parent is gone, and remove what it can no longer remove itself."""
+
+    def watch() -> None:
+        while lifeline.receive() is not None:
+            pass  # nothing is sent after the spec
+        for path in cleanup_paths:
+            remove(path)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def remove(path: str) -> None:
+    """Remove a socket file, or a folder of them; it may be gone already."""
+    try:
+        if os.path.isdir(path):
+            for entry in os.scandir(path):
+                os.unlink(entry.path)
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+    except OSError:
+        pass  # nobody is left to tell
+
+
+def main() -> int:
+    """Run an engine for the parent that started this process."""
+    if len(sys.argv) != 3 or sys.argv[1] != "--lifeline-fd":
+        sys.stderr.write("usage: python -m enginewire.engine.main --lifeline-fd N (started by enginewire's clients)\n")
+        return 2
+    lifeline = Channel.adopt(int(sys.argv[2]))
+    send_stdout_to_stderr()
+    faulthandler.enable()
+    payload = lifeline.receive()
+    if payload is None:
+        return 1  # the parent was gone before it said anything
+    spec = EngineSpec.decode(payload)
+    end_with_parent(lifeline, spec.cleanup_paths)
+    return run_engine(spec, lifeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

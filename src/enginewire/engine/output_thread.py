@@ -1,0 +1,113 @@
+"""``OutputThread``: owns an engine's PUSH sockets, encodes and sends what is put into its queue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import zmq
+
+from enginewire.config import EngineConfig
+from enginewire.engine.scheduler import error_output
+from enginewire.errors import EncodeError
+from enginewire.transport.sockets import connect_push
+from enginewire.wire.codec import MsgpackEncoder
+from enginewire.wire.frames import ENGINE_CORE_DEAD, Buffer
+from enginewire.wire.messages import EngineCoreOutputs, UtilityOutput
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS: Final = 4000
+"""How long closing may wait for the last messages (the death marker) to leave."""
+
+FLUSH_TIMEOUT_S: Final = 5.0
+"""How long the end of an engine waits for this thread. Longer than the linger; it only has its queue to empty."""
+
+
+class OutputThread(threading.Thread):
+    """Sends messages to frontends in the order they were put.
+
+    Args:
+        addresses: of the frontends' PULLs; position is the client index.
+        abort: told the ids of requests whose output could not be encoded: their clients got an ERROR instead.
+        failed: told if this thread is gone.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        addresses: Sequence[str],
+        engine_index: int,
+        config: EngineConfig,
+        *,
+        abort: Callable[[list[str]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(name="engine-output", daemon=True)
+        self._context = context
+        self._addresses = list(addresses)
+        self._engine_index = engine_index
+        self._encoder = MsgpackEncoder(zero_copy_threshold=config.zero_copy_threshold, allow_pickle=config.allow_pickle)
+        self._abort = abort
+        self._failed = failed
+        self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = queue.SimpleQueue()
+
+    def put(self, client_index: int, message: EngineCoreOutputs) -> None:
+        """Queue a message. Any thread."""
+        self._queue.put((client_index, message))
+
+    def put_dead(self) -> None:
+        """Queue the death marker for every frontend; the last thing sent."""
+        self._queue.put(ENGINE_CORE_DEAD)
+
+    def stop(self) -> None:
+        """Send what is queued, then end (defect 11). Returns after at most 5 s."""
+        self._queue.put(None)
+        if self.ident is not None:
+            self.join(FLUSH_TIMEOUT_S)
+
+    def run(self) -> None:
+        """Send until stopped."""
+        sockets: list[zmq.Socket[bytes]] = []
+        try:
+            sockets.extend(connect_push(self._context, address) for address in self._addresses)
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, bytes):
+                    for socket in sockets:
+                        socket.send(item)
+                    break
+                client_index, message = item
+                frames = self._encode(message)
+                sockets[client_index].send_multipart(frames, copy=len(frames) == 1)
+        except BaseException as exc:  # noqa: BLE001 - an engine without a voice must not look alive
+            self._failed(exc)
+        finally:
+            for socket in sockets:
+                socket.close(LINGER_MS)
+
+    def _encode(self, message: EngineCoreOutputs) -> list[Buffer]:
+        message.engine_index = self._engine_index
+        try:
+            return self._encoder.encode(message)
+        except EncodeError as exc:
+            return self._encode_rest(message, exc)
+
+    def _encode_rest(self, message: EngineCoreOutputs, why: EncodeError) -> list[Buffer]:
+        """Replace what has no form on the wire by a failure, for those alone whom it concerns (defect 6)."""
+        if (answer := message.utility_output) is not None:
+            logger.error("call_id=%d: its result cannot be sent: %s", answer.call_id, why)
+            failure = f"the result cannot be sent: {why}"
+            message.utility_output = UtilityOutput(answer.call_id, failure)
+        broken: list[str] = []
+        for position, output in enumerate(message.outputs):
+            try:
+                self._encoder.encode(output)
+            except EncodeError as exc:
+                broken.append(output.request_id)
+                message.outputs[position] = error_output(output.request_id, exc)
+        if broken:
+            self._abort(broken)
+        return self._encoder.encode(message)

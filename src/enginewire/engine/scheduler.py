@@ -1,0 +1,387 @@
+"""``Scheduler``: which requests are in the executor, what it is told next, and what its outputs mean. Pure.
+
+It never touches the executor: :meth:`Scheduler.schedule` says what the next step is to be, somebody runs it
+(:func:`run_step`, here or in another process), and :meth:`Scheduler.update` turns its result into messages, one per
+client. In between, requests may be added and aborted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from enginewire.config import SchedulingPolicy
+from enginewire.engine.executor import Executor, ExecutorStats
+from enginewire.engine.spec import describe
+from enginewire.engine.stop import Stop, StopRules
+from enginewire.errors import INTERNAL_PREFIX, INVALID_REQUEST_PREFIX, DuplicateRequestIdError, InvalidRequestError
+from enginewire.wire.arrays import LogprobsLists, logprobs_lists_from_wire
+from enginewire.wire.messages import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PrefillStats,
+    PrefixCacheStats,
+    SchedulerStats,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class StepInput(Struct, array_like=True):
+    """What the executor is told for one step; done in this order.
+
+    Attributes:
+        aborts: ids to forget. First: an id may be used again in ``adds``.
+        adds: requests to take in.
+        step: whether to step at all, or only to do the above.
+        with_stats: whether to report statistics.
+    """
+
+    aborts: list[str]
+    adds: list[EngineCoreRequest]
+    step: bool
+    with_stats: bool
+
+
+class StepOutput(Struct, array_like=True):
+    """What came of a step.
+
+    Attributes:
+        outputs: ERROR outputs for requests that were not taken in, then the step's own.
+        has_unfinished: whether the executor has anything left to do.
+        stats: if asked for.
+    """
+
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    has_unfinished: bool = False
+    stats: ExecutorStats | None = None
+
+
+def run_step(executor: Executor, step_input: StepInput) -> StepOutput:
+    """Carry out one step. A request that the executor does not take in fails alone; what ``step`` raises is raised."""
+    if step_input.aborts:
+        executor.abort_requests(step_input.aborts)
+    failed: list[EngineCoreOutput] = []
+    for request in step_input.adds:
+        try:
+            executor.add_request(request)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this request only
+            failed.append(error_output(request.request_id, exc))
+    outputs = executor.step() if step_input.step else []
+    return StepOutput(
+        failed + outputs if failed else outputs,
+        executor.has_unfinished_requests(),
+        executor.stats() if step_input.with_stats else None,
+    )
+
+
+def error_output(request_id: str, exc: Exception) -> EngineCoreOutput:
+    """Make the output that tells a client why its request failed; only what is not the request's fault is logged."""
+    if isinstance(exc, InvalidRequestError):
+        reason = INVALID_REQUEST_PREFIX + str(exc)
+    else:
+        logger.error("request_id=%s failed", request_id, exc_info=exc)
+        reason = INTERNAL_PREFIX + describe(exc)
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+
+
+def synthetic_outputs(outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+    """Wrap outputs that no step made (ABORT, ERROR): no statistics, and the ids listed as finished (protocol G)."""
+    return EngineCoreOutputs(outputs=outputs, finished_requests=[output.request_id for output in outputs])
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class PauseState(Enum):
+    """What the scheduler lets happen. Adds are accepted in every state."""
+
+    UNPAUSED = "unpaused"
+    PAUSED_NEW = "paused_new"
+    """Running requests go on, waiting ones wait."""
+    PAUSED_ALL = "paused_all"
+    """Nothing runs."""
+
+
+class Request:
+    """A live request: what was asked for and how far it is."""
+
+    __slots__ = ("client_index", "core_request", "is_new", "queued_at", "request_id", "scheduled_at", "stop_rules")
+
+    def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
+        self.core_request = core_request
+        self.request_id = core_request.request_id
+        self.client_index = core_request.client_index
+        params = core_request.sampling_params  # without them (pooling) the executor alone says when it is done
+        prompt_len = len(core_request.prompt_token_ids or ())
+        self.stop_rules = None if params is None else StopRules(params, prompt_len, max_model_len)
+        self.queued_at = time.monotonic()
+        self.scheduled_at = 0.0
+        self.is_new = True
+        """No output yet."""
+
+
+class AdmissionQueue:
+    """Requests that wait, in order of arrival, or of priority (lower first), then arrival time, then arrival here."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._by_priority = policy == "priority"
+        self._heap: list[tuple[int, float, int, Request]] = []
+        self._live: dict[str, Request] = {}
+        self._sequence = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def push(self, request: Request) -> None:
+        """Enqueue."""
+        core = request.core_request
+        key = (core.priority, core.arrival_time) if self._by_priority else (0, 0.0)
+        heapq.heappush(self._heap, (*key, next(self._sequence), request))
+        self._live[request.request_id] = request
+
+    def pop(self) -> Request:
+        """Dequeue the first. Raises :class:`IndexError` if there is none."""
+        while True:
+            request = heapq.heappop(self._heap)[3]
+            # What was removed stays in the heap until its turn; its id may have come back since.
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
+                return request
+
+    def remove(self, request_id: str) -> Request | None:
+        """Take a request out, wherever it is; ``None`` if it is not here."""
+        request = self._live.pop(request_id, None)
+        if len(self._heap) > 2 * len(self._live) + 64:  # mostly removed ones: let go of their prompts
+            self._heap = [entry for entry in self._heap if self._live.get(entry[3].request_id) is entry[3]]
+            heapq.heapify(self._heap)
+        return request
+
+    def get(self, request_id: str) -> Request | None:
+        """Look a waiting request up."""
+        return self._live.get(request_id)
+
+
+class Scheduler:
+    """Admission, stop rules, statistics; see the module's docstring.
+
+    Args:
+        max_num_seqs: most requests in the executor at once.
+        policy: order of those that wait.
+        max_model_len: most tokens of prompt and output together; output is capped to it.
+        log_stats: report statistics and events.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, policy: SchedulingPolicy, max_model_len: int, log_stats: bool = True
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._log_stats = log_stats
+        self._waiting = AdmissionQueue(policy)
+        self._running: dict[str, Request] = {}
+        self._aborts: list[str] = []
+        """Ids the executor still holds and must forget before its next step."""
+        self._report_due = False
+        """Requests ended since the last statistics: nobody must be left with the busy picture."""
+        self._cache_was_reset = False
+        self._synthetic: dict[int, list[EngineCoreOutput]] = {}
+        self.pause_state = PauseState.UNPAUSED
+        self.step_counter = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the executor."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the admission queue."""
+        return len(self._waiting)
+
+    def has_requests(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._running or self._waiting)
+
+    def find(self, request_id: str) -> Request | None:
+        """Look a live request up."""
+        return self._running.get(request_id) or self._waiting.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """Enqueue a request.
+
+        Raises:
+            DuplicateRequestIdError: one of this id is live; it goes on undisturbed.
+        """
+        if self.find(request.request_id) is not None:
+            raise DuplicateRequestIdError(request.request_id)
+        self._waiting.push(request)
+
+    def abort(self, request_ids: Iterable[str], *, tell_clients: bool = False) -> None:
+        """End requests; unknown ids are ignored.
+
+        Args:
+            tell_clients: make ABORT outputs. Not for a client's own abort: it has forgotten the request.
+        """
+        for request_id in request_ids:
+            request = self._waiting.remove(request_id)
+            if request is None:
+                request = self._running.pop(request_id, None)
+                if request is None:
+                    continue
+                self._aborts.append(request_id)
+            self._report_due = self._log_stats
+            if tell_clients:
+                output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
+                self._synthetic.setdefault(request.client_index, []).append(output)
+
+    def abort_all(self) -> None:
+        """End every request and tell the clients."""
+        self.abort([*self._running, *self._waiting], tell_clients=True)
+
+    def take_aborts(self) -> list[str]:
+        """Hand over the ids the executor must forget, to tell it without a step."""
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+    def take_synthetic(self) -> dict[int, EngineCoreOutputs]:
+        """Hand over the outputs that no step made, per client."""
+        synthetic, self._synthetic = self._synthetic, {}
+        return {client_index: synthetic_outputs(outputs) for client_index, outputs in synthetic.items()}
+
+    def note_cache_reset(self) -> None:
+        """The next statistics say that the prefix cache was reset."""
+        self._cache_was_reset = True
+
+    def has_work(self) -> bool:
+        """Whether :meth:`schedule` has anything to say."""
+        if self._aborts or self._report_due:
+            return True
+        if self.pause_state is PauseState.UNPAUSED:
+            return bool(self._running or self._waiting)
+        return self.pause_state is PauseState.PAUSED_NEW and bool(self._running)
+
+    def schedule(self) -> StepInput | None:
+        """Decide the next step; ``None``: there is nothing to do until something arrives."""
+        adds: list[EngineCoreRequest] = []
+        if self._waiting and self.pause_state is PauseState.UNPAUSED:
+            now = time.monotonic()
+            while self._waiting and len(self._running) < self._max_num_seqs:
+                request = self._waiting.pop()
+                request.scheduled_at = now
+                self._running[request.request_id] = request
+                adds.append(request.core_request)
+        step = bool(self._running) and self.pause_state is not PauseState.PAUSED_ALL
+        if not (step or self._aborts or self._report_due):
+            return None
+        self._report_due = False
+        return StepInput(self.take_aborts(), adds, step, self._log_stats)
+
+    def update(self, result: StepOutput) -> dict[int, EngineCoreOutputs]:
+        """Turn a step's result into messages, keyed by client index.
+
+        Outputs of requests that were aborted meanwhile are dropped. The executor's output objects are used as they
+        are: completed, cut where a stop rule says so, and passed on.
+        """
+        self.step_counter += 1
+        by_client: dict[int, list[EngineCoreOutput]] = {}
+        running = self._running
+        for output in result.outputs:
+            request = running.get(output.request_id)
+            if request is None:
+                continue
+            if request.stop_rules is not None:
+                stop = request.stop_rules.advance(output.new_token_ids)
+                if stop is not None:
+                    self._apply(stop, output)
+            if output.finish_reason is not None:
+                del running[output.request_id]
+                self._report_due = self._log_stats
+            elif not output.new_token_ids and output.pooling_output is None and output.kv_transfer_params is None:
+                continue
+            if request.is_new:
+                self._complete_first(request, output)
+            outputs = by_client.get(request.client_index)
+            if outputs is None:
+                by_client[request.client_index] = [output]
+            else:
+                outputs.append(output)
+        if running and not result.has_unfinished and self.pause_state is not PauseState.PAUSED_ALL:
+            self._fail_lost(by_client)
+        messages = {client_index: EngineCoreOutputs(outputs=outputs) for client_index, outputs in by_client.items()}
+        if result.stats is not None:
+            receiver = next(iter(messages), 0)
+            messages.setdefault(receiver, EngineCoreOutputs()).scheduler_stats = self._stats(result.stats)
+        return messages
+
+    def _apply(self, stop: Stop, output: EngineCoreOutput) -> None:
+        """End a request where a stop rule says. An executor that ended it at the same token knows the reason best."""
+        cut = stop.num_tokens < len(output.new_token_ids)
+        if cut:
+            output.new_token_ids = output.new_token_ids[: stop.num_tokens]
+            if output.new_logprobs is not None:
+                output.new_logprobs = _first_logprobs(output.new_logprobs, stop.num_tokens)
+        if output.finish_reason is None:
+            self._aborts.append(output.request_id)
+        if output.finish_reason is None or cut or output.finish_reason == stop.reason:
+            output.finish_reason, output.stop_reason = stop.reason, stop.stop_reason
+
+    def _complete_first(self, request: Request, output: EngineCoreOutput) -> None:
+        request.is_new = False
+        if output.prefill_stats is None and output.finish_reason is not FinishReason.ERROR:
+            num_prompt_tokens = len(request.core_request.prompt_token_ids or ())
+            output.prefill_stats = PrefillStats(
+                num_prompt_tokens=num_prompt_tokens, num_computed_tokens=num_prompt_tokens
+            )
+        if self._log_stats:
+            output.events = [
+                EngineCoreEvent(EngineCoreEventType.QUEUED, request.queued_at),
+                EngineCoreEvent(EngineCoreEventType.SCHEDULED, request.scheduled_at),
+                *(output.events or ()),
+            ]
+
+    def _fail_lost(self, by_client: dict[int, list[EngineCoreOutput]]) -> None:
+        """Fail what the executor has forgotten without a word: its callers would wait for ever."""
+        reason = f"{INTERNAL_PREFIX}the executor says that it has no requests left, but never finished this one"
+        for request_id, request in self._running.items():
+            logger.error("request_id=%s was lost by the executor", request_id)
+            output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+            by_client.setdefault(request.client_index, []).append(output)
+        self._running.clear()
+        self._report_due = self._log_stats
+
+    def _stats(self, executor: ExecutorStats) -> SchedulerStats:
+        prefix_cache: PrefixCacheStats = executor.prefix_cache
+        if self._cache_was_reset:
+            prefix_cache.reset, self._cache_was_reset = True, False
+        preempted = min(executor.num_preempted_reqs, len(self._running))
+        return SchedulerStats(
+            num_running_reqs=len(self._running) - preempted,
+            num_waiting_reqs=len(self._waiting) + preempted,
+            step_counter=self.step_counter,
+            kv_cache_usage=executor.kv_cache_usage,
+            prefix_cache_stats=prefix_cache,
+        )
+
+
+def _first_logprobs(logprobs: LogprobsLists | list[Any], count: int) -> LogprobsLists:
+    """Cut a step's logprobs to its first tokens. From another process they come in wire form."""
+    if isinstance(logprobs, list):
+        logprobs = logprobs_lists_from_wire(logprobs)
+    return LogprobsLists(
+        logprobs.logprob_token_ids[:count], logprobs.logprobs[:count], logprobs.sampled_token_ranks[:count]
+    )

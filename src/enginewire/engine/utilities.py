@@ -1,0 +1,101 @@
+"""Utility calls on the engine's side: which exist, and how arguments meet parameters.
+
+The list is explicit: nothing else of the engine can be called from outside (protocol section F, defect 7).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any, Final, get_type_hints
+
+import msgspec
+
+from enginewire.engine.spec import describe_failure
+
+SHUTTING_DOWN: Final = "Server shutting down"
+
+
+class Answered(Enum):
+    """When a call is answered."""
+
+    AT_ONCE = "at once"
+    """Reads a little state or does nothing: no need to wait for a step to end."""
+    BETWEEN_STEPS = "between steps"
+    """Changes what a step works with, or needs the executor."""
+
+
+UTILITIES: Final = {
+    "get_supported_tasks": Answered.AT_ONCE,
+    "is_sleeping": Answered.AT_ONCE,
+    "is_scheduler_paused": Answered.AT_ONCE,
+    "reset_mm_cache": Answered.AT_ONCE,
+    "reset_encoder_cache": Answered.AT_ONCE,
+    "get_kv_cache_group_metadata": Answered.AT_ONCE,
+    "reset_prefix_cache": Answered.BETWEEN_STEPS,
+    "sleep": Answered.BETWEEN_STEPS,
+    "wake_up": Answered.BETWEEN_STEPS,
+    "pause_scheduler": Answered.BETWEEN_STEPS,
+    "resume_scheduler": Answered.BETWEEN_STEPS,
+    "profile": Answered.BETWEEN_STEPS,
+    "execute_dummy_batch": Answered.BETWEEN_STEPS,
+    "add_lora": Answered.BETWEEN_STEPS,
+    "remove_lora": Answered.BETWEEN_STEPS,
+    "pin_lora": Answered.BETWEEN_STEPS,
+    "list_loras": Answered.BETWEEN_STEPS,
+    "save_sharded_state": Answered.BETWEEN_STEPS,
+    "collective_rpc": Answered.BETWEEN_STEPS,
+}
+"""Every method of :class:`~enginewire.engine.core.EngineCore` that a frontend may call."""
+
+
+def invoke_utility(core: object, method: str, args: Sequence[Any]) -> Any:
+    """Call a utility by name.
+
+    Raises:
+        AttributeError: there is none of this name; private and other methods do not count.
+        Exception: whatever the method raises, or the arguments do not fit.
+    """
+    if method not in UTILITIES:
+        # The reference's words: frontends and their logs know them.
+        raise AttributeError(f"'EngineCoreProc' object has no attribute {method!r}")
+    function = getattr(core, method)
+    return function(*fit_arguments(function, args))
+
+
+def fit_arguments(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Fit positional arguments off the wire to a method: structs are made from their wire form, types are checked.
+
+    Raises:
+        TypeError: too many or too few.
+        ValueError: one of the wrong type (``msgspec.ValidationError``).
+    """
+    underlying = getattr(function, "__func__", function)
+    signature, hints = _signature(underlying)
+    if underlying is not function:
+        args = [None, *args]  # self
+    parameters = list(signature.bind(*args).arguments)  # refuses a wrong number
+    fitted = [_convert(value, hints.get(name), name) for name, value in zip(parameters, args, strict=False)]
+    return fitted if underlying is function else fitted[1:]
+
+
+def failure_text(method: str, exc: BaseException) -> str:
+    """Return the failure message of a utility call (protocol section F)."""
+    text = str(exc) if isinstance(exc, AttributeError) and method not in UTILITIES else describe_failure(exc)
+    return f"Call to {method} method failed: {text}"
+
+
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    if hint is None or hint is Any:
+        return value
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"argument {name}: {exc}") from exc
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    return inspect.signature(function), get_type_hints(function)
