@@ -30,8 +30,8 @@ MESSAGES_PER_WAKE_UP: Final = 64
 YIELD_EVERY_S: Final = 0.0005
 """How long a consumer may find messages waiting without giving the loop a turn."""
 
-INPUT_CHECK_S: Final = 1.0
-"""How often the input socket is looked at for a restarted engine."""
+PEER_CHECK_S: Final = 1.0
+"""How often remote engines are looked after: whether one is lost, or was restarted."""
 
 HAND_BACK_S: Final = 2.0
 """How long another thread waits for the loop to give its sockets back."""
@@ -184,7 +184,7 @@ class _Receiver:
         self._stopped = False
         loop.add_reader(self._descriptor, self._on_readable)
         loop.call_soon(self._on_readable)  # the edge for what is there already may be past
-        self._timer = loop.call_later(INPUT_CHECK_S, self._check_input)
+        self._timer = loop.call_later(PEER_CHECK_S, self._check_peers)
 
     def _on_readable(self) -> None:
         """Take what is there, and come back for more after the loop's other work."""
@@ -201,10 +201,10 @@ class _Receiver:
             pass  # drained: the descriptor tells of the next one
         self._hand_over(messages)
 
-    def _check_input(self) -> None:
-        self._timer = self.loop.call_later(INPUT_CHECK_S, self._check_input)
+    def _check_peers(self) -> None:
+        self._timer = self.loop.call_later(PEER_CHECK_S, self._check_peers)
         if (client := self._client()) is not None:
-            self._hand_over(client._read_input_socket())
+            self._hand_over(client._look_after_peers())
 
     def _hand_over(self, messages: Sequence[Frames | EngineCoreOutputs]) -> None:
         if messages and (client := self._client()) is not None:

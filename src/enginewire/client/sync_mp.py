@@ -24,8 +24,8 @@ BATCH: Final = 64
 """Messages handed over at once: the queue and the interpreter lock are paid per batch, and a batch is never waited
 for."""
 
-INPUT_CHECK_MS: Final = 1000
-"""How often the input socket is looked at for a restarted engine. It belongs to the senders, under their lock."""
+PEER_CHECK_MS: Final = 1000
+"""How often remote engines are looked after: whether one is lost, or was restarted."""
 
 JOIN_S: Final = 5.0
 
@@ -64,17 +64,17 @@ class SyncMPClient(MPClient):
         wake_sender.connect(wake_address)
         me = weakref.ref(self)
 
-        def check_input() -> Batch:
+        def check_peers() -> Batch:
             client = me()
             if client is None:
                 return []
             with client.resources.send_lock:
-                return client._read_input_socket()
+                return client._look_after_peers()
 
         # From here on the output socket belongs to the thread, which closes it.
         thread = threading.Thread(
             target=_receive,
-            args=(output_socket, wake_receiver, self.inbox, self._queue, check_input),
+            args=(output_socket, wake_receiver, self.inbox, self._queue, check_peers),
             name="enginewire-receiver",
             daemon=True,
         )
@@ -151,22 +151,22 @@ def _receive(
     wake_receiver: zmq.Socket[bytes],
     inbox: Inbox,
     outgoing: queue.SimpleQueue[Batch | End],
-    check_input: Callable[[], Batch],
+    check_peers: Callable[[], Batch],
 ) -> None:
     """Receive until woken: utility answers are resolved here, the rest is handed over in batches."""
     poller = zmq.Poller()
     poller.register(output_socket, zmq.POLLIN)
     poller.register(wake_receiver, zmq.POLLIN)
-    next_check = time.monotonic() + INPUT_CHECK_MS / 1000
+    next_check = time.monotonic() + PEER_CHECK_MS / 1000
     try:
         while True:
-            ready = poller.poll(INPUT_CHECK_MS)
+            ready = poller.poll(PEER_CHECK_MS)
             if any(socket is wake_receiver for socket, _ in ready):
                 return
             batch = _drain(output_socket, inbox) if ready else []
             if time.monotonic() >= next_check:
-                next_check = time.monotonic() + INPUT_CHECK_MS / 1000
-                batch += check_input()
+                next_check = time.monotonic() + PEER_CHECK_MS / 1000
+                batch += check_peers()
             if batch:
                 outgoing.put(batch)
     except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it

@@ -1,0 +1,53 @@
+"""Noticing that a remote peer is gone: its kernel closed the connection, or its host is silent (heartbeat).
+
+A process of ours that ends is seen by its manager; an engine that somebody else started is not (defect 22).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import zmq
+
+EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+class PeerWatch:
+    """Watches the connections of one bound tcp socket that has one peer worth watching.
+
+    Connections are told apart by their descriptor. Those that exist when :meth:`settle` is called are the peer's;
+    strangers that come and go later do not count.
+
+    Used by one thread at a time, and read often: a monitor that nobody drains stops ZeroMQ's I/O thread.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        # Ends with its socket, and is closed with its context.
+        self._monitor = socket.get_monitor_socket(EVENTS)
+        self._open: set[int] = set()
+        self._peer: set[int] = set()
+        self._is_lost = False
+
+    def settle(self) -> None:
+        """Take the connections there are for the peer's."""
+        self._drain()
+        self._peer = set(self._open)
+
+    def has_lost_peer(self) -> bool:
+        """Whether one of the peer's connections has been closed since."""
+        self._drain()
+        return self._is_lost
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event, descriptor = struct.unpack("=HI", frames[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self._open.add(descriptor)
+            else:
+                self._open.discard(descriptor)
+                self._is_lost = self._is_lost or descriptor in self._peer
