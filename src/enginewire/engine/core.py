@@ -11,8 +11,10 @@ from concurrent.futures import Future
 from typing import Any, Final, get_args
 
 from enginewire.config import EngineConfig
+from enginewire.engine.admission import Request
 from enginewire.engine.executor import Executor
-from enginewire.engine.scheduler import PauseMode, PauseState, Request, Scheduler, StepInput, StepOutput, run_step
+from enginewire.engine.scheduler import PauseMode, PauseState, Scheduler
+from enginewire.engine.step import StepInput, StepOutput, run_step
 from enginewire.engine.validate import check_request
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
 

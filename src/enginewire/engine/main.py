@@ -53,7 +53,7 @@ def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
     try:
         engine.start()
         stage = "running"
-        engine.run()
+        engine.run_busy_loop()
     except StoppedWhileStarting:
         logger.info("stopped while starting")
     except BaseException as exc:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import zmq
 
 from enginewire.config import EngineConfig
-from enginewire.engine.scheduler import error_output
+from enginewire.engine.input_thread import Receiver
+from enginewire.engine.step import error_output
 from enginewire.errors import EncodeError
 from enginewire.transport.sockets import connect_push
 from enginewire.wire.codec import MsgpackEncoder
@@ -32,8 +33,6 @@ class OutputThread(threading.Thread):
 
     Args:
         addresses: of the frontends' PULLs; position is the client index.
-        abort: told the ids of requests whose output could not be encoded: their clients got an ERROR instead.
-        failed: told if this thread is gone.
     """
 
     def __init__(
@@ -42,18 +41,19 @@ class OutputThread(threading.Thread):
         addresses: Sequence[str],
         engine_index: int,
         config: EngineConfig,
-        *,
-        abort: Callable[[list[str]], None],
-        failed: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name="engine-output", daemon=True)
         self._context = context
         self._addresses = list(addresses)
         self._engine_index = engine_index
         self._encoder = MsgpackEncoder(zero_copy_threshold=config.zero_copy_threshold, allow_pickle=config.allow_pickle)
-        self._abort = abort
-        self._failed = failed
         self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = queue.SimpleQueue()
+        self._receiver: Receiver | None = None
+
+    def start_for(self, receiver: Receiver) -> None:
+        """Start. The receiver hears of requests whose output could not be sent, as aborts, and of this thread's end."""
+        self._receiver = receiver
+        self.start()
 
     def put(self, client_index: int, message: EngineCoreOutputs) -> None:
         """Queue a message. Any thread."""
@@ -83,7 +83,8 @@ class OutputThread(threading.Thread):
                 frames = self._encode(message)
                 sockets[client_index].send_multipart(frames, copy=len(frames) == 1)
         except BaseException as exc:  # noqa: BLE001 - an engine without a voice must not look alive
-            self._failed(exc)
+            if self._receiver is not None:
+                self._receiver.thread_failed(exc)
         finally:
             for socket in sockets:
                 socket.close(LINGER_MS)
@@ -108,6 +109,6 @@ class OutputThread(threading.Thread):
             except EncodeError as exc:
                 broken.append(output.request_id)
                 message.outputs[position] = error_output(output.request_id, exc)
-        if broken:
-            self._abort(broken)
+        if broken and self._receiver is not None:  # their clients have their ERROR; nobody waits for more
+            self._receiver.receive_abort(broken)
         return self._encoder.encode(message)

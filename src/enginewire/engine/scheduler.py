@@ -1,27 +1,24 @@
 """``Scheduler``: which requests are in the executor, what it is told next, and what its outputs mean. Pure.
 
 It never touches the executor: :meth:`Scheduler.schedule` says what the next step is to be, somebody runs it
-(:func:`run_step`, here or in another process), and :meth:`Scheduler.update` turns its result into messages, one per
-client. In between, requests may be added and aborted.
+(:func:`~enginewire.engine.step.run_step`, here or in another process), and :meth:`Scheduler.update` turns its result
+into messages, one per client. In between, requests may be added and aborted.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Literal
 
-from msgspec import Struct, field
-
 from enginewire.config import SchedulingPolicy
-from enginewire.engine.executor import Executor, ExecutorStats
-from enginewire.engine.spec import describe
-from enginewire.engine.stop import Stop, StopRules
-from enginewire.errors import INTERNAL_PREFIX, INVALID_REQUEST_PREFIX, DuplicateRequestIdError, InvalidRequestError
+from enginewire.engine.admission import AdmissionQueue, Request
+from enginewire.engine.executor import ExecutorStats
+from enginewire.engine.step import StepInput, StepOutput, synthetic_outputs
+from enginewire.engine.stop import Stop
+from enginewire.errors import INTERNAL_PREFIX, DuplicateRequestIdError
 from enginewire.wire.arrays import LogprobsLists, logprobs_lists_from_wire
 from enginewire.wire.messages import (
     EngineCoreEvent,
@@ -38,69 +35,6 @@ from enginewire.wire.messages import (
 logger = logging.getLogger(__name__)
 
 
-class StepInput(Struct, array_like=True):
-    """What the executor is told for one step; done in this order.
-
-    Attributes:
-        aborts: ids to forget. First: an id may be used again in ``adds``.
-        adds: requests to take in.
-        step: whether to step at all, or only to do the above.
-        with_stats: whether to report statistics.
-    """
-
-    aborts: list[str]
-    adds: list[EngineCoreRequest]
-    step: bool
-    with_stats: bool
-
-
-class StepOutput(Struct, array_like=True):
-    """What came of a step.
-
-    Attributes:
-        outputs: ERROR outputs for requests that were not taken in, then the step's own.
-        has_unfinished: whether the executor has anything left to do.
-        stats: if asked for.
-    """
-
-    outputs: list[EngineCoreOutput] = field(default_factory=list)
-    has_unfinished: bool = False
-    stats: ExecutorStats | None = None
-
-
-def run_step(executor: Executor, step_input: StepInput) -> StepOutput:
-    """Carry out one step. A request that the executor does not take in fails alone; what ``step`` raises is raised."""
-    if step_input.aborts:
-        executor.abort_requests(step_input.aborts)
-    failed: list[EngineCoreOutput] = []
-    for request in step_input.adds:
-        try:
-            executor.add_request(request)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this request only
-            failed.append(error_output(request.request_id, exc))
-    outputs = executor.step() if step_input.step else []
-    return StepOutput(
-        failed + outputs if failed else outputs,
-        executor.has_unfinished_requests(),
-        executor.stats() if step_input.with_stats else None,
-    )
-
-
-def error_output(request_id: str, exc: Exception) -> EngineCoreOutput:
-    """Make the output that tells a client why its request failed; only what is not the request's fault is logged."""
-    if isinstance(exc, InvalidRequestError):
-        reason = INVALID_REQUEST_PREFIX + str(exc)
-    else:
-        logger.error("request_id=%s failed", request_id, exc_info=exc)
-        reason = INTERNAL_PREFIX + describe(exc)
-    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
-
-
-def synthetic_outputs(outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
-    """Wrap outputs that no step made (ABORT, ERROR): no statistics, and the ids listed as finished (protocol G)."""
-    return EngineCoreOutputs(outputs=outputs, finished_requests=[output.request_id for output in outputs])
-
-
 PauseMode = Literal["abort", "wait", "keep"]
 
 
@@ -112,68 +46,6 @@ class PauseState(Enum):
     """Running requests go on, waiting ones wait."""
     PAUSED_ALL = "paused_all"
     """Nothing runs."""
-
-
-class Request:
-    """A live request: what was asked for and how far it is."""
-
-    __slots__ = ("client_index", "core_request", "is_new", "queued_at", "request_id", "scheduled_at", "stop_rules")
-
-    def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
-        self.core_request = core_request
-        self.request_id = core_request.request_id
-        self.client_index = core_request.client_index
-        params = core_request.sampling_params  # without them (pooling) the executor alone says when it is done
-        prompt_len = len(core_request.prompt_token_ids or ())
-        self.stop_rules = None if params is None else StopRules(params, prompt_len, max_model_len)
-        self.queued_at = time.monotonic()
-        self.scheduled_at = 0.0
-        self.is_new = True
-        """No output yet."""
-
-
-class AdmissionQueue:
-    """Requests that wait, in order of arrival, or of priority (lower first), then arrival time, then arrival here."""
-
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._by_priority = policy == "priority"
-        self._heap: list[tuple[int, float, int, Request]] = []
-        self._live: dict[str, Request] = {}
-        self._sequence = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._live)
-
-    def push(self, request: Request) -> None:
-        """Enqueue."""
-        core = request.core_request
-        key = (core.priority, core.arrival_time) if self._by_priority else (0, 0.0)
-        heapq.heappush(self._heap, (*key, next(self._sequence), request))
-        self._live[request.request_id] = request
-
-    def pop(self) -> Request:
-        """Dequeue the first. Raises :class:`IndexError` if there is none."""
-        while True:
-            request = heapq.heappop(self._heap)[3]
-            # What was removed stays in the heap until its turn; its id may have come back since.
-            if self._live.get(request.request_id) is request:
-                del self._live[request.request_id]
-                return request
-
-    def remove(self, request_id: str) -> Request | None:
-        """Take a request out, wherever it is; ``None`` if it is not here."""
-        request = self._live.pop(request_id, None)
-        if len(self._heap) > 2 * len(self._live) + 64:  # mostly removed ones: let go of their prompts
-            self._heap = [entry for entry in self._heap if self._live.get(entry[3].request_id) is entry[3]]
-            heapq.heapify(self._heap)
-        return request
-
-    def get(self, request_id: str) -> Request | None:
-        """Look a waiting request up."""
-        return self._live.get(request_id)
 
 
 class Scheduler:

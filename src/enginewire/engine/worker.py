@@ -27,8 +27,8 @@ from enginewire.engine.channel import Channel
 from enginewire.engine.executor import Executor, ExecutorCapacity
 from enginewire.engine.process_setup import configure_logging, send_stdout_to_stderr
 from enginewire.engine.registry import load_executor_class
-from enginewire.engine.scheduler import StepInput, run_step
 from enginewire.engine.spec import DeathNote, EngineSpec, describe_failure
+from enginewire.engine.step import StepInput, run_step
 from enginewire.engine.utilities import fit_arguments
 from enginewire.errors import EncodeError
 from enginewire.wire.capabilities import Capabilities

@@ -21,8 +21,8 @@ import msgspec
 
 from enginewire.engine.channel import Channel
 from enginewire.engine.executor import Executor
-from enginewire.engine.scheduler import StepInput, StepOutput
 from enginewire.engine.spec import AlreadyDescribed, DeathNote, EngineSpec
+from enginewire.engine.step import StepInput, StepOutput
 from enginewire.engine.worker import CALL, DIED, INLINE, LOAD, QUIT, RAISED, STEP, STEPPED, Call, Loaded, Returned
 from enginewire.errors import EngineClientError, describe_exit
 from enginewire.wire.codec import MsgpackEncoder
