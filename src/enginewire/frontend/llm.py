@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, cast
@@ -163,7 +163,7 @@ class LLM:
         *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete one prompt and yield outputs as they come, as ``sampling_params.output_kind`` says.
 
         Leaving the loop early aborts the request. Raises what :meth:`generate` raises.
