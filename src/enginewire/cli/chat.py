@@ -121,7 +121,7 @@ class Conversation:
         messages = [*self._messages, {"role": "user", "content": message}]
         said: list[str] = []
         try:
-            with contextlib.closing(self._llm.stream(messages, self._params)) as outputs:  # type: ignore[type-var]
+            with contextlib.closing(self._llm.stream(messages, self._params)) as outputs:
                 for output in outputs:
                     for completion in output.outputs:
                         said.append(completion.text)

@@ -25,7 +25,7 @@ from enginewire.text.chat import Message
 from enginewire.text.tokenizer import Tokenizer, load_tokenizer
 from enginewire.wire.capabilities import check_sampling_params
 from enginewire.wire.messages import EngineCoreRequest, LoRARequest
-from enginewire.wire.sampling import SamplingParams
+from enginewire.wire.sampling import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +219,10 @@ class InputProcessor:
             )
         if not 1 <= params.n <= MAX_COMPLETIONS:
             raise InvalidRequestError(f"n must be 1 to {MAX_COMPLETIONS}, got {params.n}", parameter="n")
+        if params.output_kind not in set(RequestOutputKind):
+            raise InvalidRequestError(
+                f"output_kind must be a RequestOutputKind, got {params.output_kind!r}", parameter="output_kind"
+            )
         if params.stop and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True: they are found in the text", parameter="stop")
         check_sampling_params(params, self._config.capabilities)
@@ -273,6 +277,7 @@ class InputProcessor:
             all_stop_token_ids.add(eos_token_id)
         return msgspec.structs.replace(
             params,
+            output_kind=RequestOutputKind(params.output_kind),
             max_tokens=max_tokens,
             eos_token_id=eos_token_id,
             stop_token_ids=stop_token_ids,

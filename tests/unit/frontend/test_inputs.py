@@ -14,7 +14,7 @@ from enginewire.frontend.inputs import MAX_COMPLETIONS, InputProcessor, Prepared
 from enginewire.text.tokenizer import ByteTokenizer
 from enginewire.wire.capabilities import EVERYTHING, Capabilities
 from enginewire.wire.messages import LoRARequest
-from enginewire.wire.sampling import SamplingParams, StructuredOutputsParams
+from enginewire.wire.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 EOS, IM_END = 257, 259
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -75,6 +75,7 @@ def test_a_bad_prompt_is_refused_with_the_reason(prompt: Any, text: str) -> None
         ({"allowed_token_ids": [0, 260]}, "allowed_token_ids"),
         ({"logit_bias": {300: 1.0}}, "logit_bias"),
         ({"bad_words": [" "]}, "bad_words"),
+        ({"output_kind": 3}, "output_kind"),
         ({"min_tokens": 200, "max_tokens": None}, "min_tokens"),
     ],
 )
@@ -224,6 +225,10 @@ def test_ignored_end_tokens_are_not_filled_in() -> None:
 def test_bad_words_are_spelled_at_the_start_and_behind_a_space() -> None:
     params = prepare("x", SamplingParams(bad_words=["no"])).params
     assert params.bad_words_token_ids == [[110, 111], [32, 110, 111]]
+
+
+def test_a_kind_of_output_may_be_a_bare_number() -> None:
+    assert prepare("x", SamplingParams(output_kind=1)).params.output_kind is RequestOutputKind.DELTA  # type: ignore[arg-type]
 
 
 def test_the_users_parameters_stay_as_they_are() -> None:
