@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ALIAS",
         nargs="?",
         default=DEFAULT_MODEL_NAME,
-        help="see: enginewire models (default: %(default)s)",
+        help=f"see: enginewire models (default: {DEFAULT_MODEL_NAME})",
     )
 
 

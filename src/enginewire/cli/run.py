@@ -70,11 +70,16 @@ def execute(args: argparse.Namespace) -> None:
     params = sampling_params(args)
     with started_llm(args) as (llm, ready_s):
         result = Result()
-        for output in llm.stream(_prompt(llm, text, args), params):
-            delta = result.add(output)
-            if delta and not args.json:
-                sys.stdout.write(delta)
-                sys.stdout.flush()
+        try:
+            for output in llm.stream(_prompt(llm, text, args), params):
+                delta = result.add(output)
+                if delta and not args.json:
+                    sys.stdout.write(delta)
+                    sys.stdout.flush()
+        except BaseException:
+            if result.text and not args.json and sys.stdout.isatty():
+                say("")  # what went wrong gets a line of its own
+            raise
         model, engine = llm.config.model, llm.config.executor
     if args.json:
         report = {"model": model, "engine": engine, **result.as_json(ready_s)}
