@@ -21,6 +21,7 @@ from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt
 from enginewire.frontend.outputs import RequestOutput
 from enginewire.frontend.processor import OutputProcessor, RequestState
 from enginewire.frontend.setup import fetch_model, make_config
+from enginewire.frontend.stats import StatLogger
 from enginewire.text.chat import Message
 from enginewire.text.tokenizer import Tokenizer
 from enginewire.wire.messages import LoRARequest
@@ -217,6 +218,15 @@ class AsyncLLM:
     def scheduler_stats(self) -> SchedulerStats | None:
         """The engine's statistics as of its last message, ``None`` before the first."""
         return self._outputs.scheduler_stats
+
+    @property
+    def stat_logger(self) -> StatLogger | None:
+        """Is told what happens to requests and in the engine, if set."""
+        return self._outputs.stat_logger
+
+    @stat_logger.setter
+    def stat_logger(self, logger: StatLogger | None) -> None:
+        self._outputs.stat_logger = logger
 
     # The engine's utilities.
 

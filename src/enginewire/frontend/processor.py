@@ -16,6 +16,7 @@ from enginewire.errors import DecodeError, EngineClientError, EngineGenerateErro
 from enginewire.frontend.inputs import PreparedRequest
 from enginewire.frontend.logprobs import TokenLogprobs, TokenText, prompt_logprobs, sampled_logprobs
 from enginewire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from enginewire.frontend.stats import CompletionTimes, FinishedRequestStats, IterationStats, StatLogger
 from enginewire.text.detokenizer import IncrementalDetokenizer
 from enginewire.wire.arrays import LogprobsLists, LogprobsTensors
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -37,10 +38,12 @@ class Processed:
     Attributes:
         ready: requests that have something for their reader; one may be in it more than once.
         to_abort: ids that the engine works on in vain.
+        stats: the same in numbers, if somebody wants them.
     """
 
     ready: list[RequestState] = field(default_factory=list)
     to_abort: list[str] = field(default_factory=list)
+    stats: IterationStats | None = None
 
 
 class CompletionState:
@@ -60,6 +63,7 @@ class CompletionState:
         "raw_logprobs",
         "request",
         "stop_reason",
+        "times",
         "token_ids",
     )
 
@@ -68,6 +72,7 @@ class CompletionState:
         self.index = index
         self.engine_id = engine_id
         self.detokenizer = detokenizer
+        self.times = CompletionTimes(request.arrival_ts, len(request.prompt_token_ids))
         self.has_stop_strings = detokenizer is not None and bool(request.params.stop)
         self.token_ids: list[int] = []
         self.num_detokenized = 0
@@ -126,6 +131,11 @@ class CompletionState:
             self.stop_reason,
         )
 
+    def finished_stats(self, now: float) -> FinishedRequestStats:
+        """Sum up a completion that has ended."""
+        assert self.finish_reason is not None
+        return self.times.finished(self.finish_reason, len(self.token_ids), self.request.max_output_len, now)
+
     @property
     def has_news(self) -> bool:
         """Whether :meth:`take` would bring tokens, or the end, for the first time."""
@@ -173,6 +183,7 @@ class RequestState:
         request_id: the user's id.
         wake: called when there is something to take; set by whoever waits.
         error: why it failed. Nothing else comes then.
+        arrival_ts: when it came, monotonic seconds.
     """
 
     def __init__(self, prepared: PreparedRequest, now: float) -> None:
@@ -185,13 +196,13 @@ class RequestState:
         self.token_text: TokenText | None = None if prepared.tokenizer is None else prepared.tokenizer.token_text
         self.wake: Callable[[], object] = _nobody_waits
         self.error: EngineClientError | None = None
+        self.arrival_ts = now
         self.completions = [
             CompletionState(self, index, request.request_id, _detokenizer(prepared))
             for index, request in enumerate(prepared.requests)
         ]
         self.num_running = len(self.completions)
         self._arrival_time = prepared.requests[0].arrival_time
-        self._arrival_ts = now
         self._first_token_ts: float | None = None
         self._last_token_ts: float | None = None
         self._num_cached_tokens: int | None = None
@@ -256,7 +267,7 @@ class RequestState:
             self.num_running == 0,
             RequestMetrics(
                 self._arrival_time,
-                self._arrival_ts,
+                self.arrival_ts,
                 self._first_token_ts,
                 self._last_token_ts,
                 sum([len(completion.token_ids) for completion in self.completions]),
@@ -281,11 +292,13 @@ class OutputProcessor:
 
     Attributes:
         scheduler_stats: the engine's latest, ``None`` before the first.
+        stat_logger: is told what happens, if set.
     """
 
     def __init__(self) -> None:
         self._completions: dict[str, CompletionState] = {}
         self.scheduler_stats: SchedulerStats | None = None
+        self.stat_logger: StatLogger | None = None
 
     @property
     def requests(self) -> list[RequestState]:
@@ -306,7 +319,8 @@ class OutputProcessor:
         """
         if message.scheduler_stats is not None:
             self.scheduler_stats = message.scheduler_stats
-        processed = Processed()
+        stats = None if self.stat_logger is None else IterationStats(now)
+        processed = Processed(stats=stats)
         for output in message.outputs:
             completion = self._completions.get(output.request_id)
             if completion is None:
@@ -320,10 +334,14 @@ class OutputProcessor:
                 processed.to_abort += self.fail(request, error)
                 processed.ready.append(request)
                 continue
+            if stats is not None:
+                completion.times.note(output, message.timestamp, stats)
             if completion.finish_reason is not None:
                 self._finish(completion, output, processed)
             elif request.kind is not FINAL_ONLY and output.new_token_ids:
                 processed.ready.append(request)
+        if self.stat_logger is not None and stats is not None:
+            self.stat_logger.record(message.engine_index, message.scheduler_stats, stats)
         return processed
 
     def abort(self, request: RequestState) -> list[str]:
@@ -339,15 +357,21 @@ class OutputProcessor:
         """Fail a request for its reader; the first error sticks. Return the ids to abort on the engine."""
         if request.error is None:
             request.error = error
-        return self.discard(request)
+        return self.discard(request, FinishReason.ERROR)
 
-    def discard(self, request: RequestState) -> list[str]:
+    def discard(self, request: RequestState, reason: FinishReason = FinishReason.ABORT) -> list[str]:
         """Stop to follow a request; return the ids that the engine may still be working on. Idempotent."""
-        return [
+        ids = [
             completion.engine_id
             for completion in request.completions
             if self._completions.pop(completion.engine_id, None) is not None
         ]
+        self._report_unfinished(reason, len(ids))
+        return ids
+
+    def _report_unfinished(self, reason: FinishReason, count: int) -> None:
+        if self.stat_logger is not None and count:
+            self.stat_logger.record_unfinished(reason, count)
 
     def _finish(self, completion: CompletionState, output: EngineCoreOutput, processed: Processed) -> None:
         del self._completions[completion.engine_id]
@@ -355,9 +379,12 @@ class OutputProcessor:
         if output.finish_reason is None:
             processed.to_abort.append(completion.engine_id)  # a stop string, of which the engine knows nothing
         if (error := _failure(completion)) is not None:
+            self._report_unfinished(FinishReason.ERROR, 1)
             processed.to_abort += self.fail(request, error)
             processed.ready.append(request)
             return
+        if processed.stats is not None:
+            processed.stats.finished_requests.append(completion.finished_stats(processed.stats.timestamp))
         request.num_running -= 1
         if request.kind is not FINAL_ONLY or request.num_running == 0:
             processed.ready.append(request)

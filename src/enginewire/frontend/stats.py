@@ -1,0 +1,133 @@
+"""What happens to requests, in numbers: for metrics, status pages and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from enginewire.wire.messages import EngineCoreOutput, FinishReason
+from enginewire.wire.stats import EngineCoreEventType, SchedulerStats
+
+
+class StatLogger(Protocol):
+    """Is told about every message of the engine and every end of a request; see ``AsyncLLM.stat_logger``.
+
+    It is called between the engine and everybody's tokens: it must be quick and must not raise.
+    """
+
+    def record(
+        self, engine_index: int, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
+    ) -> None:
+        """Take a message's numbers. ``scheduler_stats`` has changes since the last one, so every one counts."""
+
+    def record_unfinished(self, reason: FinishReason, count: int) -> None:
+        """Take note of completions that end early, by the user's wish (``ABORT``) or a failure (``ERROR``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequestStats:
+    """A completion that ran to its end. Times are seconds; those inside the engine are ``None`` if it did not say.
+
+    Attributes:
+        finish_reason: why it ended.
+        num_prompt_tokens: tokens of the prompt.
+        num_generation_tokens: tokens of the completion.
+        max_tokens: how many it could have had at most.
+        e2e_latency: from the request's arrival here to the end.
+        queued_time: waiting in the engine for a place.
+        prefill_time: from there to the first token.
+        decode_time: from there to the last token.
+    """
+
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    max_tokens: int
+    e2e_latency: float
+    queued_time: float | None = None
+    prefill_time: float | None = None
+    decode_time: float = 0.0
+
+
+@dataclass(slots=True)
+class IterationStats:
+    """What one message brought to the requests in it. Completions count one by one, as engines see them.
+
+    Attributes:
+        timestamp: when it came, seconds of our monotonic clock.
+        num_prompt_tokens: tokens of the prompts whose first token came.
+        num_generation_tokens: new tokens.
+        time_to_first_tokens: seconds from a request's arrival here to a completion's first token.
+        inter_token_latencies: seconds since the same completion's previous token.
+        finished_requests: completions that ended.
+    """
+
+    timestamp: float
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    time_to_first_tokens: list[float] = field(default_factory=list)
+    inter_token_latencies: list[float] = field(default_factory=list)
+    finished_requests: list[FinishedRequestStats] = field(default_factory=list)
+
+
+class CompletionTimes:
+    """A completion's milestones so far. ``…_ts`` are seconds of our monotonic clock.
+
+    Args:
+        arrival_ts: when its request came.
+        num_prompt_tokens: length of the prompt.
+    """
+
+    __slots__ = ("arrival_ts", "first_token_ts", "last_token_ts", "num_prompt_tokens", "prefill_time", "queued_time")
+
+    def __init__(self, arrival_ts: float, num_prompt_tokens: int) -> None:
+        self.arrival_ts = arrival_ts
+        self.num_prompt_tokens = num_prompt_tokens
+        self.first_token_ts = self.last_token_ts = 0.0
+        self.queued_time: float | None = None
+        self.prefill_time: float | None = None
+
+    def note(self, output: EngineCoreOutput, engine_ts: float, stats: IterationStats) -> None:
+        """Take an output in, and add what it tells to ``stats``.
+
+        Args:
+            engine_ts: when the engine sent it, by the engine's clock.
+        """
+        if not output.new_token_ids:
+            return
+        now = stats.timestamp
+        stats.num_generation_tokens += len(output.new_token_ids)
+        if self.last_token_ts:
+            stats.inter_token_latencies.append(now - self.last_token_ts)
+        else:
+            self.first_token_ts = now
+            stats.time_to_first_tokens.append(now - self.arrival_ts)
+            stats.num_prompt_tokens += self.num_prompt_tokens
+            self._note_events(output, engine_ts)
+        self.last_token_ts = now
+
+    def finished(self, reason: FinishReason, num_tokens: int, max_tokens: int, now: float) -> FinishedRequestStats:
+        """Sum the completion up."""
+        return FinishedRequestStats(
+            reason,
+            self.num_prompt_tokens,
+            num_tokens,
+            max_tokens,
+            now - self.arrival_ts,
+            self.queued_time,
+            self.prefill_time,
+            self.last_token_ts - self.first_token_ts,
+        )
+
+    def _note_events(self, output: EngineCoreOutput, engine_ts: float) -> None:
+        """Measure by the engine's clock alone: on another machine it is not ours."""
+        queued = scheduled = None
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.QUEUED:
+                queued = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and scheduled is None:  # a preempted one has more
+                scheduled = event.timestamp
+        if scheduled is not None:
+            self.prefill_time = max(0.0, engine_ts - scheduled)
+            if queued is not None:
+                self.queued_time = max(0.0, scheduled - queued)
