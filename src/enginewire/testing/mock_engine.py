@@ -265,7 +265,7 @@ class MockEngine:
         if not isinstance(outputs, EngineCoreOutputs):
             outputs = EngineCoreOutputs(engine_index=self.engine_index, outputs=list(outputs), **fields)
         message = outputs
-        self._on_io_thread(lambda: self._outputs[client_index].send_multipart(self._encoder.encode(message)))
+        self._on_io_thread(lambda: self._socket("output", client_index).send_multipart(self._encoder.encode(message)))
 
     def answer_utility(self, call: UtilityCall, value: object = None) -> None:
         """Answer a utility call with a value."""
@@ -430,9 +430,13 @@ class MockEngine:
 
     def _socket(self, name: SocketName, client_index: int) -> zmq.Socket[bytes]:
         if name == "handshake":
-            assert self._handshake is not None, "the handshake socket is closed; send_hello() opens one"
-            return self._handshake
-        return (self._inputs if name == "input" else self._outputs)[client_index]
+            found = [] if self._handshake is None else [self._handshake]
+            client_index = 0
+        else:
+            found = self._inputs if name == "input" else self._outputs
+        if client_index >= len(found):
+            raise RuntimeError(f"mock engine {self.engine_index} has no {name} socket for client {client_index}")
+        return found[client_index]
 
     def _close_handshake(self) -> None:
         if self._handshake is not None:

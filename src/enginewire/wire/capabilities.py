@@ -94,7 +94,7 @@ def check_sampling_params(params: SamplingParams, can: Capabilities) -> None:
         for kind in constraint.kinds():
             if kind not in can.structured_outputs:
                 offers = ", ".join(can.structured_outputs) or "none"
-                raise _unsupported("structured_outputs", f"constraint {kind!r}; it offers {offers}")
+                raise _unsupported("structured_outputs", f"structured_outputs of kind {kind!r}; it offers {offers}")
     for name, used, offered in (
         ("presence_penalty", params.presence_penalty != 0, can.penalties),
         ("frequency_penalty", params.frequency_penalty != 0, can.penalties),

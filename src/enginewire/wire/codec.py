@@ -197,10 +197,10 @@ class UtilityCallDecoder:
     def sender(self, frames: Sequence[Buffer]) -> tuple[int, int] | None:
         """Recover ``(client_index, call_id)`` of a call that cannot be decoded; ``None``: hopeless."""
         try:
-            client_index, call_id = (msgspec.msgpack.decode(raw, type=int) for raw in _ELEMENTS.decode(frames[0])[:2])
+            elements = _ELEMENTS.decode(frames[0])
+            return msgspec.msgpack.decode(elements[0], type=int), msgspec.msgpack.decode(elements[1], type=int)
         except NOT_DECODABLE:
             return None
-        return client_index, call_id
 
 
 class OutputsDecoder:

@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
+from msgspec.msgpack import Ext
 
 from enginewire.wire.arrays import (
     LogprobsLists,
@@ -233,13 +234,17 @@ class EngineCoreOutput(Struct, array_like=True, gc=False):
         return self.finish_reason is not None
 
 
+_WIRE_TYPES = (list, dict, int, float, str, bytes, Ext)
+"""What a field decodes to before it is converted, sound (a list) or not. Nothing that is converted is one of them."""
+
+
 def _converted_on_read(name: str, convert: Callable[[object], object]) -> Any:
     """Make a property over ``EngineCoreOutput``'s slot ``name`` that replaces a wire value by what it stands for."""
     slot = EngineCoreOutput.__dict__[name]
 
     def read(self: ReceivedOutput) -> object:
         value = slot.__get__(self)
-        if type(value) is list:  # still as it came
+        if isinstance(value, _WIRE_TYPES):  # still as it came
             value = convert(value)
             slot.__set__(self, value)
         return value
