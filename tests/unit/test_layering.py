@@ -30,6 +30,8 @@ LAYERS = [
 ]
 """From the bottom up. A part may import its own and lower layers' parts; those of one layer do not know each other."""
 
+PUBLIC = {**enginewire._HOME_OF, "__version__": "enginewire._version"}
+
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
 
 WIRE_NEVER_IMPORTS = {"zmq", "asyncio", "threading", "socket", "selectors", "multiprocessing", "subprocess"}
@@ -45,8 +47,8 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
-            if node.module == "enginewire":  # `from enginewire import envs`
-                yield from (f"enginewire.{alias.name}" for alias in node.names)
+            if node.module == "enginewire":  # a public name, or a module: `from enginewire import envs`
+                yield from (PUBLIC.get(alias.name, f"enginewire.{alias.name}") for alias in node.names)
             else:
                 yield node.module
 
