@@ -19,7 +19,8 @@ from enginewire.config import EngineConfig
 from enginewire.errors import ClientClosedError, EngineClientError, EngineDeadError, EngineGenerateError
 from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt
 from enginewire.frontend.outputs import RequestOutput
-from enginewire.frontend.processor import OutputProcessor, RequestState
+from enginewire.frontend.processor import OutputProcessor
+from enginewire.frontend.requests import RequestState
 from enginewire.frontend.setup import fetch_model, make_config
 from enginewire.frontend.stats import StatLogger
 from enginewire.text.chat import Message

@@ -13,7 +13,8 @@ from enginewire.client.inproc import InprocClient
 from enginewire.errors import ClientClosedError
 from enginewire.frontend.inputs import PreparedRequest
 from enginewire.frontend.outputs import RequestOutput
-from enginewire.frontend.processor import OutputProcessor, RequestState
+from enginewire.frontend.processor import OutputProcessor
+from enginewire.frontend.requests import RequestState
 from enginewire.frontend.turns import Turns
 from enginewire.wire.messages import EngineCoreOutputs
 from enginewire.wire.stats import SchedulerStats

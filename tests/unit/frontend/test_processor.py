@@ -14,7 +14,8 @@ from enginewire.config import EngineConfig
 from enginewire.errors import EngineDeadError, EngineDeath, EngineGenerateError, InvalidRequestError
 from enginewire.frontend.inputs import InputProcessor
 from enginewire.frontend.outputs import RequestOutput
-from enginewire.frontend.processor import OutputProcessor, Processed, RequestState
+from enginewire.frontend.processor import OutputProcessor, Processed
+from enginewire.frontend.requests import RequestState
 from enginewire.wire.arrays import LogprobsLists, LogprobsTensors, Tensor
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, ReceivedOutput
 from enginewire.wire.sampling import RequestOutputKind, SamplingParams

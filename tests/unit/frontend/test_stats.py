@@ -6,7 +6,8 @@ import pytest
 
 from enginewire.config import EngineConfig
 from enginewire.frontend.inputs import InputProcessor
-from enginewire.frontend.processor import OutputProcessor, RequestState
+from enginewire.frontend.processor import OutputProcessor
+from enginewire.frontend.requests import RequestState
 from enginewire.frontend.stats import FinishedRequestStats, IterationStats
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from enginewire.wire.sampling import SamplingParams

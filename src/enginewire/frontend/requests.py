@@ -1,0 +1,283 @@
+"""One request in flight on the frontend's side: its tokens as they come, its text when somebody takes it.
+
+What piled up while the reader was busy is detokenised and delivered in one go. Only with stop strings is each token
+looked at as it comes: the engine has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from enginewire.errors import EngineClientError
+from enginewire.frontend.inputs import PreparedRequest
+from enginewire.frontend.logprobs import TokenLogprobs, TokenText, prompt_logprobs, sampled_logprobs
+from enginewire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from enginewire.frontend.stats import CompletionTimes, FinishedRequestStats
+from enginewire.text.detokenizer import IncrementalDetokenizer
+from enginewire.wire.arrays import LogprobsLists, LogprobsTensors
+from enginewire.wire.messages import EngineCoreOutput, FinishReason
+from enginewire.wire.sampling import RequestOutputKind
+
+DELTA = RequestOutputKind.DELTA
+FINAL_ONLY = RequestOutputKind.FINAL_ONLY
+
+
+class CompletionState:
+    """One completion: what the engine knows as one request."""
+
+    __slots__ = (
+        "cumulative_logprob",
+        "detokenizer",
+        "end_taken",
+        "engine_id",
+        "finish_reason",
+        "has_stop_strings",
+        "index",
+        "logprobs",
+        "num_detokenized",
+        "num_taken",
+        "raw_logprobs",
+        "request",
+        "stop_reason",
+        "times",
+        "token_ids",
+    )
+
+    def __init__(self, request: RequestState, index: int, engine_id: str, detokenizer: IncrementalDetokenizer | None):
+        self.request = request
+        self.index = index
+        self.engine_id = engine_id
+        self.detokenizer = detokenizer
+        self.times = CompletionTimes(request.arrival_ts, len(request.prompt_token_ids))
+        self.has_stop_strings = detokenizer is not None and bool(request.params.stop)
+        self.token_ids: list[int] = []
+        self.num_detokenized = 0
+        self.num_taken = 0
+        self.end_taken = False
+        self.raw_logprobs: list[LogprobsLists] = []  # not converted yet
+        self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Take a step's tokens."""
+        new = output.new_token_ids
+        reason = output.finish_reason
+        stop_string = None
+        if new:
+            if self.has_stop_strings:
+                stop_string = self._append_until_stop(new, reason)
+            else:
+                self.token_ids += new
+            if self.request.params.logprobs is not None and output.new_logprobs is not None:
+                self.raw_logprobs.append(output.new_logprobs)
+        if stop_string is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
+        elif reason is not None:
+            self.finish_reason, self.stop_reason = reason, output.stop_reason
+
+    def take(self) -> CompletionOutput:
+        """Return what the reader has not had, or everything, as the request's kind says."""
+        finished = self.finish_reason is not None
+        self._convert_logprobs()
+        text, token_ids, logprobs = "", self.token_ids, self.logprobs
+        is_delta = self.request.kind is DELTA
+        if (detokenizer := self.detokenizer) is not None:
+            end = len(token_ids) - self._ends_without_text
+            if self.num_detokenized < end and not self.has_stop_strings:
+                detokenizer.append(token_ids[self.num_detokenized : end] if self.num_detokenized else token_ids[:end])
+                self.num_detokenized = end
+            text = detokenizer.take_delta(finished)
+            if not is_delta:
+                text = detokenizer.taken_text
+        if is_delta:
+            token_ids, logprobs = token_ids[self.num_taken :], logprobs[self.num_taken :]
+        elif not finished:  # a snapshot: ours go on growing
+            token_ids, logprobs = token_ids.copy(), logprobs.copy()
+        self.num_taken, self.end_taken = len(self.token_ids), finished
+        wants_logprobs = self.request.params.logprobs is not None
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob if wants_logprobs else None,
+            logprobs if wants_logprobs else None,
+            None if self.finish_reason is None else str(self.finish_reason),
+            self.stop_reason,
+        )
+
+    def finished_stats(self, now: float) -> FinishedRequestStats:
+        """Sum up a completion that has ended."""
+        assert self.finish_reason is not None
+        return self.times.finished(self.finish_reason, len(self.token_ids), self.request.max_output_len, now)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`take` would bring tokens, or the end, for the first time."""
+        return self.num_taken < len(self.token_ids) or (self.finish_reason is not None and not self.end_taken)
+
+    @property
+    def _ends_without_text(self) -> bool:
+        """Whether the last token is one that ended the completion and is not part of its text."""
+        if self.finish_reason is not FinishReason.STOP or not self.token_ids:
+            return False
+        params = self.request.params
+        return not params.include_stop_str_in_output and self.token_ids[-1] in params.all_stop_token_ids
+
+    def _append_until_stop(self, new: list[int], reason: FinishReason | None) -> str | None:
+        """Add and detokenise tokens one by one, so that a stop string ends them exactly; return it."""
+        assert self.detokenizer is not None
+        last = len(new) - 1
+        for position, token_id in enumerate(new):
+            self.token_ids.append(token_id)
+            if position == last and reason is FinishReason.STOP:
+                self.finish_reason = reason
+                if self._ends_without_text:
+                    return None
+            if (stop_string := self.detokenizer.append((token_id,))) is not None:
+                return stop_string
+        return None
+
+    def _convert_logprobs(self) -> None:
+        if not self.raw_logprobs:
+            return
+        has_ranks = self.request.params.logprob_token_ids is None
+        for lists in self.raw_logprobs:
+            rows = sampled_logprobs(lists, self.request.token_text, has_ranks=has_ranks)
+            # A stop string may have cut tokens off.
+            for row in rows[: len(self.token_ids) - len(self.logprobs)]:
+                self.logprobs.append(row)
+                self.cumulative_logprob += next(iter(row.values())).logprob
+        self.raw_logprobs.clear()
+
+
+class RequestState:
+    """A user's request in flight: one or several completions.
+
+    Attributes:
+        request_id: the user's id.
+        wake: called when there is something to take; set by whoever waits.
+        error: why it failed. Nothing else comes then.
+        arrival_ts: when it came, monotonic seconds.
+    """
+
+    def __init__(self, prepared: PreparedRequest, now: float) -> None:
+        self.request_id = prepared.request_id
+        self.prompt = prepared.prompt
+        self.prompt_token_ids = prepared.prompt_token_ids
+        self.params = prepared.params
+        self.kind = prepared.params.output_kind
+        self.max_output_len = prepared.max_output_len
+        self.token_text: TokenText | None = None if prepared.tokenizer is None else prepared.tokenizer.token_text
+        self.wake: Callable[[], object] = _nobody_waits
+        self.error: EngineClientError | None = None
+        self.arrival_ts = now
+        self.completions = [
+            CompletionState(self, index, request.request_id, _detokenizer(prepared))
+            for index, request in enumerate(prepared.requests)
+        ]
+        self.num_running = len(self.completions)
+        self._arrival_time = prepared.requests[0].arrival_time
+        self._first_token_ts: float | None = None
+        self._last_token_ts: float | None = None
+        self._num_cached_tokens: int | None = None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._raw_prompt_logprobs: LogprobsTensors | None = None
+        self._kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come from the engine."""
+        return self.num_running == 0 or self.error is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`take` has something: news, the end, or an error to raise."""
+        if self.error is not None:
+            return True
+        if self.kind is FINAL_ONLY and self.num_running:
+            return False
+        return any(completion.has_news for completion in self.completions)
+
+    def take(self) -> RequestOutput | None:
+        """Return everything since the last call as one output; ``None`` if there is nothing yet.
+
+        Raises:
+            EngineClientError: the request failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._output() if self.is_ready else None
+
+    def take_failed(self, error: EngineClientError) -> RequestOutput:
+        """Return what there is of a request that failed."""
+        output = self._output()
+        output.error, output.finished = error, True
+        for completion in output.outputs:
+            completion.finish_reason = completion.finish_reason or str(FinishReason.ERROR)
+        return output
+
+    def note(self, output: EngineCoreOutput, now: float) -> None:
+        """Take in what concerns the request as a whole."""
+        if output.new_token_ids:
+            self._last_token_ts = now
+            if self._first_token_ts is None:
+                self._first_token_ts = now
+        if output.prefill_stats is not None and self._num_cached_tokens is None:
+            self._num_cached_tokens = output.prefill_stats.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
+        if self.params.prompt_logprobs is not None and output.new_prompt_logprobs_tensors is not None:
+            self._raw_prompt_logprobs = output.new_prompt_logprobs_tensors
+
+    def _output(self) -> RequestOutput:
+        completions = self.completions
+        if self.kind is DELTA:
+            completions = [completion for completion in completions if completion.has_news]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [completion.take() for completion in completions],
+            self.num_running == 0,
+            RequestMetrics(
+                self._arrival_time,
+                self.arrival_ts,
+                self._first_token_ts,
+                self._last_token_ts,
+                sum([len(completion.token_ids) for completion in self.completions]),
+            ),
+            self._take_prompt_logprobs(),
+            self._num_cached_tokens,
+            self._kv_transfer_params,
+        )
+
+    def _take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        if self._raw_prompt_logprobs is not None:
+            self._prompt_logprobs = prompt_logprobs(self._raw_prompt_logprobs, self.token_text)
+            self._raw_prompt_logprobs = None
+        taken = self._prompt_logprobs
+        if self.kind is DELTA:
+            self._prompt_logprobs = None
+        return taken
+
+
+def _nobody_waits() -> None:
+    """Stand in for a waiter."""
+
+
+def _detokenizer(prepared: PreparedRequest) -> IncrementalDetokenizer | None:
+    params = prepared.params
+    if prepared.tokenizer is None or not params.detokenize:
+        return None
+    return IncrementalDetokenizer(
+        prepared.tokenizer,
+        prompt_token_ids=prepared.prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        stop=params.stop or (),
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )
