@@ -1,0 +1,51 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str, timeout: float = 30) -> str:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_offline() -> None:
+    first, *_ = run("offline.py", "echo").splitlines()
+    assert first == "The capital of France isThe capital of France is [length]"
+
+
+def test_streaming() -> None:
+    printed = run("streaming.py", "echo")
+    for beginning in ("Once upon a … ", "In a far-awa… ", "It was a dar… "):
+        assert beginning in printed
+
+
+def test_chat() -> None:
+    printed = run("chat.py", "echo")
+    assert "> What is the capital of France?\nsystem\n" in printed
+    assert "> What is it famous for?\n" in printed
+
+
+def test_own_engine() -> None:
+    """Errors that users will meet: an executor class that lives in a script."""
+    assert run("own_engine.py").splitlines() == ["abcdefghijklmnopqrstu", "0123456789:;<=>?@ABCD", "ABCDEFGHIJKLMNOP"]
+
+
+def test_every_example_is_run_here() -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested
+
+
+@pytest.mark.model
+@pytest.mark.timeout(120)
+def test_chat_with_the_real_model() -> None:
+    assert "Paris" in run("chat.py", timeout=100)
