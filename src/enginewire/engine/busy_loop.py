@@ -107,11 +107,10 @@ class BusyLoop:
 
     def run(self) -> None:
         """Go on until told to stop and everything running has ended. Raises whatever the executor's step raises."""
-        while self.phase is not Phase.STOPPING:
+        while self._goes_on():
             self._handle_events()
-            self._advance()
-            if self.phase is Phase.DRAINING:
-                self._look_whether_drained()
+            if self._goes_on():
+                self._advance()
         self._flush_synthetic()
 
     def refuse_the_rest(self) -> None:
@@ -152,7 +151,7 @@ class BusyLoop:
     def _advance(self) -> None:
         """Do a step, or start one, if there is one to do."""
         self._flush_synthetic()
-        if self.is_step_in_flight or self.phase is Phase.STOPPING:
+        if self.is_step_in_flight:
             return
         step_input = self._core.schedule()
         if step_input is None:
@@ -250,6 +249,11 @@ class BusyLoop:
 
     def _seconds_to_drain(self) -> float | None:
         return None if self._drain_deadline is None else max(0.0, self._drain_deadline - time.monotonic())
+
+    def _goes_on(self) -> bool:
+        if self.phase is Phase.DRAINING:
+            self._look_whether_drained()
+        return self.phase is not Phase.STOPPING
 
     def _look_whether_drained(self) -> None:
         scheduler = self._core.scheduler

@@ -56,7 +56,6 @@ class EngineCore:
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             policy=config.scheduling_policy,
-            max_model_len=self.max_model_len,
             log_stats=log_stats,
         )
         self._pauses: list[tuple[Future[None], Callable[[], None]]] = []

@@ -54,15 +54,11 @@ class Scheduler:
     Args:
         max_num_seqs: most requests in the executor at once.
         policy: order of those that wait.
-        max_model_len: most tokens of prompt and output together; output is capped to it.
         log_stats: report statistics and events.
     """
 
-    def __init__(
-        self, *, max_num_seqs: int, policy: SchedulingPolicy, max_model_len: int, log_stats: bool = True
-    ) -> None:
+    def __init__(self, *, max_num_seqs: int, policy: SchedulingPolicy, log_stats: bool = True) -> None:
         self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
         self._log_stats = log_stats
         self._waiting = AdmissionQueue(policy)
         self._running: dict[str, Request] = {}

@@ -198,7 +198,13 @@ class MockFrontend:
         self._inputs[client_index].send_multipart([self._identity, *frames])
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], *, client_index: int = 0, priority: int = 0, **params: Any
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        client_index: int = 0,
+        priority: int = 0,
+        **params: Any,
     ) -> None:
         """Send an ADD; ``params`` are those of :class:`SamplingParams`."""
         request = EngineCoreRequest(
