@@ -47,7 +47,8 @@ types: $(DEV_STAMP) ## check types, twice
 check: lint types ## everything that takes seconds: style, types, layering, unit and contract tests, golden bytes
 	$(PYTEST) -q -m "not model and not slow" tests/unit tests/vectors tests/property tests/contract $(ARGS)
 
-docs: $(DEV_STAMP) ## check the documentation against the code and run its examples
+docs: $(DEV_STAMP) ## rewrite the generated tables, check the documents, run their examples
+	$(BIN)/python docs/generate.py
 	$(PYTEST) -q tests/unit/test_docs.py $(ARGS)
 
 faults: $(DEV_STAMP) ## kill, stop, starve and confuse engines and clients

@@ -44,6 +44,7 @@ class EngineConfig:
         data_parallel_size: number of engines.
         data_parallel_size_local: how many of them this client starts; 0: they are started elsewhere and report to
             ``tcp://data_parallel_address:data_parallel_rpc_port``.
+        data_parallel_address, data_parallel_rpc_port: where this client binds for engines that are started elsewhere.
         data_parallel_rank: external load balancing: the one rank this client manages.
         data_parallel_external_lb: somebody else spreads the load, each engine has a frontend of its own.
         num_gpu_blocks, block_size, dtype, vocab_size, kv_cache_size_tokens, kv_cache_max_concurrency, capabilities:
