@@ -76,7 +76,9 @@ class AsyncMPClient(MPClient):
         self._send_add(request)
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
-        self._send_abort(request_ids)
+        if request_ids and not self.engine_dead and not self.resources.closing:
+            self._ensure_receiver()
+            self._send_abort(request_ids)
 
     async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         waiter: asyncio.Future[Any] = self._ensure_receiver().create_future()
@@ -115,6 +117,10 @@ class AsyncMPClient(MPClient):
         finally:
             self._waiters.discard(waiter)
         self._last_turn = loop.time()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        # In a thread: requests that may finish still bring outputs, and the loop has others to serve meanwhile.
+        await asyncio.to_thread(self.shutdown)
 
     # Called by the receiver, on its loop.
 
@@ -178,6 +184,7 @@ class _Receiver:
         assert socket is not None
         self.loop = loop
         self._socket = socket
+        self._resources = client.resources
         self._inbox = client.inbox
         self._client = weakref.ref(client)
         self._descriptor = socket.fileno()
@@ -199,10 +206,19 @@ class _Receiver:
             self.loop.call_soon(self._on_readable)
         except zmq.Again:
             pass  # drained: the descriptor tells of the next one
+        except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            self._fail(exc)
         self._hand_over(messages)
+
+    def _fail(self, exc: Exception) -> None:
+        message = f"the receiver failed: {exc!r}"
+        self._close()
+        if (client := self._client()) is not None:
+            client._finish(lambda: RuntimeError(message))
 
     def _check_peers(self) -> None:
         self._timer = self.loop.call_later(PEER_CHECK_S, self._check_peers)
+        self._on_readable()  # what an engine sent before it was lost comes first
         if (client := self._client()) is not None:
             self._hand_over(client._look_after_peers())
 
@@ -219,18 +235,20 @@ class _Receiver:
                 self.loop.call_soon_threadsafe(callback)
 
     def stop(self) -> bool:
-        """Stop reading and close the socket, on its loop; ``False``: that loop is too busy."""
-        if _is_running_here(self.loop) or not self.loop.is_running():
-            self._close()
-            return True
-        closed = threading.Event()
+        """Stop reading and close the socket, on its loop; ``False``: that loop is too busy and will do it later."""
+        if not _is_running_here(self.loop) and self.loop.is_running():
+            closed = threading.Event()
 
-        def close() -> None:
-            self._close()
-            closed.set()
+            def close() -> None:
+                self._close()
+                closed.set()
 
-        self.run(close)
-        return closed.wait(HAND_BACK_S) or not self.loop.is_running()
+            self.run(close)
+            if not closed.wait(HAND_BACK_S) and self.loop.is_running():
+                self.run(self._resources.release_sockets)
+                return False
+        self._close()
+        return True
 
     def _close(self) -> None:
         if self._stopped:

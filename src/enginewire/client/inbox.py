@@ -102,7 +102,10 @@ class Inbox:
         self.calls.fail_pending(lambda: UtilityCallError(f"engine {index} was restarted meanwhile", method=""))
         return ReceivedOutputs(
             engine_index=index,
-            outputs=[ReceivedOutput(i, [], finish_reason=FinishReason.ERROR, stop_reason=reason) for i in self.live],
+            outputs=[
+                ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+                for request_id in list(self.live)  # a copy: consumers in other threads change it meanwhile
+            ],
         )
 
     # The consumer's side.
@@ -119,6 +122,9 @@ class Inbox:
                 return None
             if message.engine_index not in self._engine_indexes:
                 self._drop(f"outputs of engine {message.engine_index}, which is not ours")
+                return None
+            if message.utility_output is not None:  # with outputs, which it overrides: :meth:`sort` did not see it
+                self.calls.finish(message.utility_output)
                 return None
         for output in message.outputs:
             if output.finish_reason is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,12 @@ from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineDeath
 from enginewire.host.executor_source import executor_source
-from enginewire.host.manager import CoreEngineProcManager
+from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints
-from enginewire.transport.sockets import bind_pull, bind_router
+from enginewire.transport.peers import PeerWatch
+from enginewire.transport.sockets import bind_pull, bind_router, send_message
 from enginewire.wire.codec import MsgpackEncoder
-from enginewire.wire.frames import ABORT, ADD, UTILITY, Buffer, engine_identity
+from enginewire.wire.frames import ABORT, ADD, UTILITY, engine_identity
 from enginewire.wire.handshake import EngineZmqAddresses
 from enginewire.wire.messages import EngineCoreRequest
 
@@ -80,6 +82,8 @@ class MPClient(EngineCoreClient):
         )
         # Messages whose arrays ZeroMQ still reads, with what keeps those arrays alive.
         self._pending_messages: deque[tuple[zmq.MessageTracker, object]] = deque()
+        self.inbox = Inbox(self.config, [self.engine_index], self._make_marker_handler())
+        self._peer_watches: list[PeerWatch] = []
         try:
             self._start(executor_class, client_addresses)
         except BaseException:
@@ -94,10 +98,13 @@ class MPClient(EngineCoreClient):
         else:
             endpoints = choose_endpoints(self.config)
         resources.endpoints = endpoints
+        started = time.monotonic()
         limit = self.config.max_frame_bytes
         resources.input_socket, input_address = bind_router(resources.context, endpoints.input, limit)
         resources.output_socket, output_address = bind_pull(resources.context, endpoints.output, limit)
         launches = client_addresses is None and self.config.starts_engines
+        if not launches:
+            self._peer_watches = [PeerWatch(resources.input_socket), PeerWatch(resources.output_socket)]
         startup = EngineStartup(
             [self.engine_index],
             local=launches,
@@ -112,17 +119,19 @@ class MPClient(EngineCoreClient):
             else:
                 logger.info("waiting for engine %s, started elsewhere, on %s", self.engine_index, address)
         manager = resources.engine_manager
-        self.inbox = Inbox(self.config, [self.engine_index], self._make_marker_handler())
         wait_for_engines(
             startup,
             resources.handshake_socket,
             resources.input_socket,
+            started=started,
             ready_timeout_s=self.config.ready_timeout_s,
             hello_timeout_s=self.config.hello_timeout_s if launches else None,
             first_death=manager.first_death if manager else lambda: None,
             log_tail=lambda: manager.log_tail(self.engine_index) if manager else (),
         )
         apply_ready_responses(self.config, startup.responses)
+        for watch in self._peer_watches:
+            watch.settle()
         if resources.handshake_socket is not None:
             resources.handshake_socket.close(linger=0)
 
@@ -194,6 +203,10 @@ class MPClient(EngineCoreClient):
             raise self.inbox.death.exception()
         if self.resources.closing:
             raise closed_error()
+        self._ensure_own_process()
+
+    def _ensure_own_process(self) -> None:
+        """Refuse to work in a forked child. Before any lock: a thread that does not exist there may hold it."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "this client belongs to the process that made it; ZeroMQ sockets do not survive a fork. "
@@ -202,13 +215,13 @@ class MPClient(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine if this client started it, and release everything. Idempotent, from any thread."""
-        self._finalizer.detach()
         self.resources.close(timeout)
+        self._finalizer.detach()  # only now: closing may have been interrupted
 
     # Sending. The caller holds the send lock (sync) or is the loop's thread (asyncio).
 
     def _send_add(self, request: EngineCoreRequest) -> None:
-        self.ensure_alive()
+        self.ensure_alive()  # under the lock: the socket is not closed before the message is out
         request.client_index = self.client_index
         self.inbox.admit(request.request_id)
         try:
@@ -241,36 +254,50 @@ class MPClient(EngineCoreClient):
         socket = self.resources.input_socket
         assert socket is not None
         payload, *arrays = self._encoder.encode(message)
+        self._release_sent()
+        try:
+            for tracker in send_message(socket, (self._identity, request_type, payload), arrays):
+                self._pending_messages.append((tracker, message))
+        except zmq.ZMQError as exc:
+            raise self._why_unreachable(exc).exception() from exc
+
+    def _release_sent(self) -> None:
+        """Let go of messages that ZeroMQ is done with."""
         while self._pending_messages and self._pending_messages[0][0].done:
             self._pending_messages.popleft()
-        try:
-            if arrays:
-                self._send_tracked(socket, [self._identity, request_type, payload], arrays, message)
-            else:
-                socket.send_multipart((self._identity, request_type, payload), zmq.NOBLOCK)
-        except zmq.ZMQError as exc:
-            cause = f"its connection is gone ({exc.strerror})"
-            raise (self.inbox.death or EngineDeath(self.engine_index, cause)).exception() from exc
 
-    def _send_tracked(
-        self, socket: zmq.Socket[bytes], head: list[Buffer], arrays: list[Buffer], message: object
-    ) -> None:
-        for frame in head:
-            socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
-        for frame in arrays[:-1]:
-            self._track(socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=False, track=True), message)
-        self._track(socket.send(arrays[-1], zmq.NOBLOCK, copy=False, track=True), message)
+    def _why_unreachable(self, exc: zmq.ZMQError) -> EngineDeath:
+        """Find out why there is no connection to send on.
 
-    def _track(self, tracker: zmq.MessageTracker | None, message: object) -> None:
-        if tracker is not None and not tracker.done:
-            self._pending_messages.append((tracker, message))
+        A process that was killed loses its connections some milliseconds before its exit status is known, and that is
+        what the caller should hear. So this waits, once in an engine's life, also under the lock and on a loop.
+        """
+        manager = self.resources.engine_manager
+        death = self.inbox.death or (manager.wait_for_death(LAST_WORDS_S) if manager is not None else None)
+        return death or EngineDeath(self.engine_index, f"its connection is gone ({exc.strerror})")
+
+    def _look_after_peers(self) -> list[Any]:
+        """Do what is due once a second: see whether a remote engine is lost, or was restarted and registers anew.
+
+        Returns:
+            messages for the consumer.
+        """
+        messages = self._read_input_socket()
+        is_lost = any([watch.has_lost_peer() for watch in self._peer_watches])  # a list: all monitors are drained
+        if messages:  # it registered anew, and its old connections are meant to go
+            for watch in self._peer_watches:
+                watch.settle()
+        elif is_lost:
+            cause = "the connection to it was lost; its process ended, or its host is gone or silent"
+            self._on_death(EngineDeath(self.engine_index, cause))
+        return messages
 
     def _read_input_socket(self) -> list[Any]:
-        """Read what engines say on the input socket after start-up: that they were restarted (defect 21)."""
         socket = self.resources.input_socket
         messages: list[Any] = []
         if socket is None or socket.closed:
             return messages
+        self._release_sent()
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)

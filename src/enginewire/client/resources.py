@@ -28,7 +28,8 @@ class BackgroundResources:
         drain_s, terminate_s: how long engines may take to leave, see ``EngineConfig``.
 
     Attributes:
-        stop_receiver: how the face stops receiving and closes the output socket; set once it receives.
+        stop_receiver: how the face stops receiving; set once it receives. ``False``: it cannot stop now and will
+            call :meth:`release_sockets` itself.
         on_closed: how the face fails what waits, told why.
         closing: nothing new may start.
     """
@@ -54,12 +55,14 @@ class BackgroundResources:
         """Finalize: the client was dropped without ``shutdown()``, failed to start, or the interpreter ends."""
         if self.closed or os.getpid() != self._pid:  # a forked child owns none of this
             return
-        warnings.warn("an enginewire client was not shut down; call shutdown() or use `with`", ResourceWarning, 2)
-        # The garbage collector may have chosen one of our own threads, which cannot wait for itself.
-        if threading.current_thread().name.startswith("enginewire-"):
-            threading.Thread(target=self.close, name="finalize-client").start()
-        else:
-            self.close()
+        try:
+            warnings.warn("an enginewire client was not shut down; call shutdown() or use `with`", ResourceWarning, 2)
+        finally:  # also where warnings are errors
+            # The garbage collector may have chosen one of our own threads, which cannot wait for itself.
+            if threading.current_thread().name.startswith("enginewire-"):
+                threading.Thread(target=self.close, name="finalize-client").start()
+            else:
+                self.close()
 
     def close(self, timeout: float | None = None) -> None:
         """Stop the engines, fail what waits, release everything. Idempotent; concurrent callers wait for the first.
@@ -79,19 +82,17 @@ class BackgroundResources:
             self.closed = True
             if self.on_closed is not None:
                 self.on_closed(closed_error)
-            released = self.stop_receiver() if self.stop_receiver is not None else True
-            with self.send_lock:
-                for socket in (self.handshake_socket, self.input_socket):
-                    if socket is not None:
-                        socket.close(linger=0)
-                if released and self.output_socket is not None:
-                    self.output_socket.close(linger=0)
-            if released:
-                self.context.term()
+            if self.stop_receiver is None or self.stop_receiver():
+                self.release_sockets()
             else:
-                logger.warning("the event loop is busy and does not give its socket back; it is closed later")
+                logger.warning("the event loop is busy and does not give its sockets back; they will be closed there")
             if self.endpoints is not None:
                 self.endpoints.remove()
+
+    def release_sockets(self) -> None:
+        """Close the sockets that are still open and end the context, once no other thread or loop uses one."""
+        with self.send_lock:
+            self.context.destroy(linger=0)
 
 
 def closed_error() -> ClientClosedError:

@@ -17,6 +17,7 @@ import zmq
 
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, EngineStartupTimeout
+from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import engine_index_of
@@ -165,6 +166,7 @@ def wait_for_engines(
     handshake_socket: zmq.Socket[bytes] | None,
     input_socket: zmq.Socket[bytes],
     *,
+    started: float,
     ready_timeout_s: float,
     hello_timeout_s: float | None,
     first_death: Callable[[], EngineDeath | None],
@@ -174,7 +176,9 @@ def wait_for_engines(
 
     Args:
         handshake_socket: ``None``: somebody else does the handshake, only ready responses are awaited.
-        ready_timeout_s: from now until everything is ready; no message restarts it.
+        started: when the engines were launched, by the monotonic clock. Both limits count from then, and no message
+            restarts them.
+        ready_timeout_s: until everything is ready.
         hello_timeout_s: the tighter limit until every engine has been heard of; ``None``: there is none.
         first_death: tells of an engine process that has ended.
         log_tail: what the engines printed, for the error.
@@ -183,7 +187,6 @@ def wait_for_engines(
         EngineStartupTimeout: time ran out; says which engines are missing and which setting raises the limit.
         EngineStartupError: an engine ended, or contradicts the protocol.
     """
-    started = time.monotonic()
     next_report = started + REPORT_EVERY_S
     poller = zmq.Poller()
     for socket in filter(None, (handshake_socket, input_socket)):
@@ -196,7 +199,10 @@ def wait_for_engines(
             elif socket is input_socket:
                 startup.on_ready_response(*frames)
             elif (reply := startup.on_handshake(*frames)) is not None:
-                socket.send_multipart([frames[0], reply])
+                try:
+                    send_message(socket, (frames[0], reply))
+                except zmq.ZMQError as exc:
+                    logger.warning("engine %s is gone since its HELLO: %s", engine_index_of(frames[0]), exc.strerror)
         if (death := first_death()) is not None:
             raise EngineStartupError(
                 f"engine {death.engine_index} could not start: {death.cause}",
@@ -231,8 +237,8 @@ def apply_ready_responses(config: EngineConfig, responses: list[EngineCoreReadyR
     ``max_model_len`` takes the minimum, blocks are summed, capacity figures keep the first engine's.
     """
     config.num_gpu_blocks = sum(response.num_gpu_blocks for response in responses)
-    lengths = [response.max_model_len for response in responses]
-    config.max_model_len = min(filter(None, [config.max_model_len, *lengths]))
+    lengths = [config.max_model_len, *(response.max_model_len for response in responses)]
+    config.max_model_len = min(filter(None, lengths), default=None)
     for response in responses:
         config.block_size = response.block_size
         config.dtype = response.dtype

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zmq
 
@@ -32,6 +33,8 @@ JOIN_S: Final = 5.0
 Batch = list["Frames | EngineCoreOutputs"]
 End = Callable[[], BaseException]
 
+T = TypeVar("T")
+
 
 class SyncMPClient(MPClient):
     """Sync face. Safe to use from several threads.
@@ -44,6 +47,9 @@ class SyncMPClient(MPClient):
     ) -> None:
         self._queue: queue.SimpleQueue[Batch | End] = queue.SimpleQueue()
         self._batch: deque[Frames | EngineCoreOutputs] = deque()
+        # Held by the consumer who waits for the next batch: the others wait for him, and take from what he got.
+        self._turn = threading.Lock()
+        self._end: End | None = None
         super().__init__(config, executor_class, log_stats, **kwargs)
         try:
             self._start_receiver()
@@ -56,12 +62,11 @@ class SyncMPClient(MPClient):
         resources = self.resources
         output_socket = resources.output_socket
         assert output_socket is not None
-        wake_address = f"inproc://wake-{id(self):x}"
         wake_receiver = resources.context.socket(zmq.PAIR)
-        wake_receiver.bind(wake_address)
+        wake_receiver.bind("inproc://wake")
         wake_sender = resources.context.socket(zmq.PAIR)
         wake_sender.setsockopt(zmq.LINGER, 0)
-        wake_sender.connect(wake_address)
+        wake_sender.connect("inproc://wake")
         me = weakref.ref(self)
 
         def check_peers() -> Batch:
@@ -81,8 +86,8 @@ class SyncMPClient(MPClient):
         inbox, outgoing = self.inbox, self._queue
 
         def stop() -> bool:
-            wake_sender.send(b"")
-            wake_sender.close()
+            with contextlib.suppress(zmq.Again):  # it has ended already, of an error
+                wake_sender.send(b"", zmq.NOBLOCK)
             thread.join(JOIN_S)
             return not thread.is_alive()
 
@@ -91,8 +96,8 @@ class SyncMPClient(MPClient):
             outgoing.put(make_error)
 
         resources.on_closed = on_closed
-        resources.stop_receiver = stop
         thread.start()
+        resources.stop_receiver = stop
 
     def _on_death(self, death: EngineDeath) -> None:
         if self.inbox.engine_died(death):
@@ -100,10 +105,12 @@ class SyncMPClient(MPClient):
             self._queue.put(death.exception)
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        self._ensure_own_process()
         with self.resources.send_lock:
             self._send_add(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
+        self._ensure_own_process()
         with self.resources.send_lock:
             self._send_abort(request_ids)
 
@@ -120,15 +127,23 @@ class SyncMPClient(MPClient):
                 return message
 
     def _wait_for_batch(self, deadline: float | None, timeout: float | None) -> None:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self._ensure_own_process()
+        if not self._turn.acquire(timeout=_seconds_to(deadline, forever=-1.0)):
+            raise TimeoutError(f"no output within {timeout:g} s")
         try:
-            item = self._queue.get(timeout=left)
+            if self._batch:
+                return
+            if self._end is None:
+                item = self._queue.get(timeout=_seconds_to(deadline, forever=None))
+                if not callable(item):
+                    self._batch.extend(item)
+                    return
+                self._end = item
         except queue.Empty:
             raise TimeoutError(f"no output within {timeout:g} s") from None
-        if callable(item):
-            self._queue.put(item)  # for the next one who waits
-            raise item()
-        self._batch.extend(item)
+        finally:
+            self._turn.release()
+        raise self._end()
 
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -140,10 +155,14 @@ class SyncMPClient(MPClient):
             return waiter.result(timeout)
         except concurrent.futures.TimeoutError as exc:
             if waiter.done():
-                raise  # the engine's own
+                return waiter.result()  # it came at the last moment
             raise UtilityTimeoutError(f"{method} was not answered within {timeout:g} s", method=method) from exc
         finally:
             self.inbox.calls.forget(call_id)
+
+
+def _seconds_to(deadline: float | None, *, forever: T) -> float | T:
+    return forever if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _receive(
@@ -163,12 +182,14 @@ def _receive(
             ready = poller.poll(PEER_CHECK_MS)
             if any(socket is wake_receiver for socket, _ in ready):
                 return
-            batch = _drain(output_socket, inbox) if ready else []
-            if time.monotonic() >= next_check:
-                next_check = time.monotonic() + PEER_CHECK_MS / 1000
-                batch += check_peers()
+            batch, is_drained = _drain(output_socket, inbox)
             if batch:
                 outgoing.put(batch)
+            # What an engine sent before it was lost comes first.
+            if is_drained and time.monotonic() >= next_check:
+                next_check = time.monotonic() + PEER_CHECK_MS / 1000
+                if failures := check_peers():
+                    outgoing.put(failures)
     except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
         message = f"the receiver failed: {exc!r}"
         outgoing.put(lambda: RuntimeError(message))
@@ -178,14 +199,14 @@ def _receive(
         wake_receiver.close(linger=0)
 
 
-def _drain(output_socket: zmq.Socket[bytes], inbox: Inbox) -> Batch:
-    """Take what is there, up to a batch, without waiting."""
+def _drain(output_socket: zmq.Socket[bytes], inbox: Inbox) -> tuple[Batch, bool]:
+    """Take what is there, up to a batch, without waiting; tell whether that was all."""
     batch: Batch = []
     try:
-        while len(batch) < BATCH:
+        for _ in range(BATCH):
             frames = output_socket.recv_multipart(zmq.NOBLOCK)
             if inbox.sort(frames):
                 batch.append(frames)
     except zmq.Again:
-        pass
-    return batch
+        return batch, True
+    return batch, False

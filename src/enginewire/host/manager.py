@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ import msgspec
 
 from enginewire.engine.channel import LENGTH_BYTES
 from enginewire.engine.spec import DeathNote, EngineSpec
-from enginewire.errors import EngineDeath, describe_exit
+from enginewire.errors import EngineDeath, EngineStartupError, describe_exit
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class EngineProcess:
         self._words = b""
         payload = spec.encode()
         self.lifeline, theirs = socket.socketpair()
+        # A process that does not read its spec must not hold us up longer than one that does not speak.
+        self.lifeline.settimeout(spec.config.hello_timeout_s)
         try:
             self.popen = subprocess.Popen(
                 # -P: the current folder must not shadow modules; the engine takes over our sys.path.
@@ -79,15 +82,21 @@ class EngineProcess:
                 start_new_session=True,
                 env=_environment(),
             )
-        except BaseException:
+        except BaseException as exc:
             self.lifeline.close()
+            if isinstance(exc, OSError):
+                raise EngineStartupError(
+                    f"cannot start an engine process with {sys.executable!r}: {exc.strerror}",
+                    stage="launch",
+                    engine_index=spec.engine_index,
+                ) from exc
             raise
         finally:
             theirs.close()
         assert self.popen.stdout is not None
         self.log = self.popen.stdout
         os.set_blocking(self.log.fileno(), False)
-        with contextlib.suppress(OSError):  # it has died already, and the monitor will say so
+        with contextlib.suppress(OSError):  # dead or deaf: start-up will say so
             self.lifeline.sendall(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
         self.lifeline.setblocking(False)
 
@@ -163,7 +172,8 @@ class EngineProcess:
             return
         self.log_tail.append(text)
         if self.forward_log:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # our own stderr may be closed or gone
+            # Our own stderr may be closed, gone, or anything an application put there; deaths are to be noticed still.
+            with contextlib.suppress(Exception):
                 sys.stderr.write(f"{text}\n")
 
 
@@ -177,7 +187,7 @@ class CoreEngineProcManager:
         forward_log: pass their logs on to our stderr.
 
     Raises:
-        OSError: a process could not be started; none is left.
+        EngineStartupError: a process could not be started; none is left.
     """
 
     def __init__(self, specs: Sequence[EngineSpec], *, forward_log: bool = True) -> None:
@@ -187,6 +197,7 @@ class CoreEngineProcManager:
         self._lock = threading.RLock()
         self._on_death: Callable[[EngineDeath], None] | None = None
         self._all_reaped = threading.Event()
+        self._someone_died = threading.Event()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="enginewire-monitor", daemon=True)
@@ -194,6 +205,7 @@ class CoreEngineProcManager:
             for spec in specs:
                 self.processes.append(EngineProcess(spec, forward_log=forward_log))
             self._thread.start()
+            _managers.add(self)
         except BaseException:
             for process in self.processes:
                 process.reap()
@@ -212,6 +224,11 @@ class CoreEngineProcManager:
     def first_death(self) -> EngineDeath | None:
         """Return the death of an engine that has ended, ``None`` while all live."""
         return next((process.death for process in self.processes if process.death is not None), None)
+
+    def wait_for_death(self, timeout: float) -> EngineDeath | None:
+        """Return the death of an engine that has ended or is just ending, ``None`` while all live."""
+        self._someone_died.wait(timeout)
+        return self.first_death()
 
     def expect_death(self) -> None:
         """Have a death reported within a second, even if the process does not end: it sent its death marker."""
@@ -288,8 +305,22 @@ class CoreEngineProcManager:
         with self._lock:
             process.death = death
             on_death = self._on_death
+        self._someone_died.set()
         if on_death is not None:
             on_death(death)
+
+
+_managers: Final[weakref.WeakSet[CoreEngineProcManager]] = weakref.WeakSet()
+
+
+def _leave_lifelines_to_parent() -> None:
+    """Close our copies in a forked child: an engine would not notice its parent's end while one is open (C-62)."""
+    for manager in _managers:
+        for process in manager.processes:
+            process.lifeline.close()
+
+
+os.register_at_fork(after_in_child=_leave_lifelines_to_parent)
 
 
 def _environment() -> dict[str, str]:

@@ -423,6 +423,7 @@ class MockEngine:
         socket_: zmq.Socket[bytes] = self._context.socket(kind)
         socket_.linger = 0
         socket_.sndhwm = socket_.rcvhwm = 0
+        socket_.reconnect_ivl = 10  # ms; the frontend may bind a moment later
         if kind == zmq.DEALER:
             socket_.identity = self.identity
         socket_.connect(address)

@@ -33,6 +33,7 @@ class PeerWatch:
         """Take the connections there are for the peer's."""
         self._drain()
         self._peer = set(self._open)
+        self._is_lost = False
 
     def has_lost_peer(self) -> bool:
         """Whether one of the peer's connections has been closed since."""

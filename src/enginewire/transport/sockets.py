@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import zmq
 
 from enginewire.transport.endpoints import is_ipv6
+from enginewire.wire.frames import Buffer
 
 LARGE_BUFFER_BYTES = 512 << 20
 """Kernel buffers on hosts with more than 32 GiB, as the reference asks for; the kernel clamps it."""
@@ -89,6 +93,41 @@ def _set_common_options(socket: zmq.Socket[bytes], endpoint: str, max_frame_byte
         socket.setsockopt(zmq.SNDBUF, LARGE_BUFFER_BYTES)
     if endpoint.startswith("tcp://"):
         socket.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+
+
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LAST: Final = int(zmq.NOBLOCK)
+"""Plain ints: combining pyzmq's enums costs more than sending a small frame."""
+
+
+def send_message(
+    socket: zmq.Socket[bytes], head: Sequence[Buffer], arrays: Sequence[Buffer] = ()
+) -> list[zmq.MessageTracker]:
+    """Send one message without waiting: ``head`` is copied, ``arrays`` are not.
+
+    Returns:
+        a tracker for each array that ZeroMQ still reads.
+
+    Raises:
+        ZMQError: the peer is not connected; nothing was sent.
+    """
+    try:
+        if not arrays:
+            for frame in head[:-1]:
+                socket.send(frame, _MORE)
+            socket.send(head[-1], _LAST)
+            return []
+        for frame in head:
+            socket.send(frame, _MORE)
+        trackers = [socket.send(frame, _MORE, copy=False, track=True) for frame in arrays[:-1]]
+        trackers.append(socket.send(arrays[-1], _LAST, copy=False, track=True))
+    except BaseException:
+        # Cut off in the middle, by Ctrl-C or a buffer that is none: what is sent next must not continue this message.
+        # The peer drops it as incomplete. If nothing was begun, this goes to nobody and is refused.
+        with contextlib.suppress(zmq.ZMQError):
+            socket.send(b"", _LAST)
+        raise
+    return [tracker for tracker in trackers if tracker is not None and not tracker.done]
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> str:

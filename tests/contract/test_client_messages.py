@@ -1,0 +1,563 @@
+"""What the clients of another process do with messages, sound and unsound, of an engine that a test controls."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from client_harness import (
+    MP_FACES,
+    PATIENCE_S,
+    Face,
+    mock_face,
+    mp_client,
+    output,
+    request,
+)
+
+from enginewire import EngineCoreOutputs, EngineDeadError, FinishReason, UtilityCallError
+from enginewire.errors import DuplicateRequestIdError, EncodeError, UtilityTimeoutError
+from enginewire.testing import MockEngine, mock_ready, wait_until
+from enginewire.wire.arrays import LogprobsLists, Tensor
+from enginewire.wire.codec import MsgpackEncoder
+from enginewire.wire.frames import ENGINE_CORE_DEAD
+from enginewire.wire.messages import UtilityOutput, utility_output
+
+GARBAGE = {
+    "no message at all": [b""],
+    "not msgpack": [b"\xc1\xc1\xc1"],
+    "another type": [msgspec.msgpack.encode({"a": 1})],
+    "a number": [b"\x07"],
+    "cut off": [MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output()]))[0][:-4]],
+    "nested deeper than any stack": [b"\x91" * 100_000],
+    "half a death marker": [ENGINE_CORE_DEAD[:8]],
+    "a death marker with something behind it": [ENGINE_CORE_DEAD, b"x"],
+    "outputs of an engine that is not ours": MsgpackEncoder().encode(
+        EngineCoreOutputs(engine_index=3, outputs=[output()])
+    ),
+    "outputs of an engine with a long index": MsgpackEncoder().encode(
+        EngineCoreOutputs(engine_index=1 << 40, outputs=[output()])
+    ),
+    "a negative engine": MsgpackEncoder().encode(EngineCoreOutputs(engine_index=-1, outputs=[output()])),
+    "random bytes": [np.random.default_rng(0).bytes(500)],
+    "an answer nobody asked for": MsgpackEncoder().encode(
+        EngineCoreOutputs(utility_output=utility_output(1 << 63, "?"))
+    ),
+    "a notification": MsgpackEncoder().encode(EngineCoreOutputs(utility_output=utility_output(-1, ["X", 0]))),
+    "an answer that is none": [msgspec.msgpack.encode([0, [], None, 1.0, ["id", 5]])],
+}
+
+
+@pytest.fixture(params=MP_FACES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Face, MockEngine]]:
+    with mock_face(request.param) as pair:
+        yield pair
+
+
+def assert_serves(face: Face, engine: MockEngine, request_id: str = "proof") -> None:
+    """Show that requests and utilities still work."""
+    face.add_request(request(request_id))
+    assert engine.expect_add().request_id == request_id
+    engine.send_outputs([output(request_id, [42], finished=True)])
+    (got,) = face.outputs(1)
+    assert (got.request_id, got.new_token_ids) == (request_id, [42])
+    answer = face.start("call_utility", "is_sleeping")
+    engine.answer_utility(engine.expect_utility(), False)
+    assert answer.result(PATIENCE_S) is False
+
+
+# Requests.
+
+
+def test_a_request_carries_the_clients_index(pair: tuple[Face, MockEngine]) -> None:
+    """C-42."""
+    face, engine = pair
+    mine = request()
+    mine.client_index = 77
+    face.add_request(mine)
+    assert engine.expect_add().client_index == 0
+
+
+def test_an_abort_of_nothing_is_not_sent(pair: tuple[Face, MockEngine]) -> None:
+    """C-42."""
+    face, engine = pair
+    face.abort_requests([])
+    face.abort_requests(["a", "b"])
+    assert engine.expect_abort() == ["a", "b"]
+    assert len(engine.received) == 1
+
+
+def test_a_live_id_is_refused_before_anything_is_sent(pair: tuple[Face, MockEngine]) -> None:
+    face, engine = pair
+    face.add_request(request("a"))
+    with pytest.raises(DuplicateRequestIdError):
+        face.add_request(request("a"))
+    engine.expect_add()
+    engine.send_outputs([output("a", finished=True)])
+    face.outputs(1)
+    face.add_request(request("a"))
+    engine.expect_add()
+    assert len(engine.received) == 2
+
+
+def test_a_request_that_cannot_be_encoded_leaves_nothing(pair: tuple[Face, MockEngine]) -> None:
+    """C-32 for requests: the id is free again and the connection sound."""
+    face, engine = pair
+    bad = request("a")
+    bad.trace_headers = {"x": object()}  # type: ignore[dict-item]
+    with pytest.raises(EncodeError, match="object has no form on the wire"):
+        face.add_request(bad)
+    assert_serves(face, engine, "a")
+
+
+def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[Face, MockEngine]) -> None:
+    """Ctrl-C between two frames: what is sent next would have become further frames of the message that was begun."""
+    face, engine = pair
+    client = mp_client(face)
+    real = client.resources.input_socket
+    assert real is not None
+
+    class Interrupted:
+        calls = 0
+
+        def send(self, frame: Any, flags: int = 0, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return real.send(frame, flags, **kwargs)
+
+    client.resources.input_socket = Interrupted()  # type: ignore[assignment]
+    try:
+        if face.loop is None:
+            with pytest.raises(KeyboardInterrupt):
+                face.add_request(request("cut"))
+        else:
+
+            async def add() -> None:
+                with pytest.raises(KeyboardInterrupt):
+                    await face.client.add_request_async(request("cut"))
+
+            face.loop.run(add())
+    finally:
+        client.resources.input_socket = real
+    assert not client.inbox.live
+    # The fake engine is stricter than a real one, which drops the half message with a log line.
+    wait_until(lambda: engine._failure, PATIENCE_S, "the half message")
+    engine._failure = None
+    assert_serves(face, engine)
+
+
+# Death and absence.
+
+
+def test_the_death_marker_of_an_engine_started_elsewhere_ends_everybody_who_waits(
+    pair: tuple[Face, MockEngine],
+) -> None:
+    """C-27; defect 16."""
+    face, engine = pair
+    waiting = [face.start("get_output"), face.start("get_output")]
+    calls = [face.start("call_utility", "is_sleeping") for _ in range(3)]
+    for _ in calls:
+        engine.expect_utility()
+    engine.die()
+    for future in [*waiting, *calls]:
+        with pytest.raises(EngineDeadError, match="engine 0 is dead: .*its log is on the host where it runs"):
+            future.result(PATIENCE_S)
+    assert len({id(future.exception()) for future in [*waiting, *calls]}) == 5
+    assert face.pending_calls() == 0
+    for operation in ("add_request", "call_utility", "get_output"):
+        with pytest.raises(EngineDeadError):
+            getattr(face, operation)(*{"add_request": [request()], "call_utility": ["x"]}.get(operation, []))
+    face.abort_requests(["r"])
+    assert face.client.engine_dead
+    assert "dead" in repr(face.client)
+
+
+def test_outputs_before_the_marker_are_delivered_first(pair: tuple[Face, MockEngine]) -> None:
+    face, engine = pair
+    for i in range(100):
+        engine.send_outputs([output("r", [i])])
+    engine.die()
+    assert [it.new_token_ids for it in face.outputs(100)] == [[i] for i in range(100)]
+    with pytest.raises(EngineDeadError):
+        face.get_output()
+
+
+def test_sending_to_an_engine_that_has_vanished_says_so(pair: tuple[Face, MockEngine]) -> None:
+    """C-27; defect 36: the ROUTER is mandatory."""
+    face, engine = pair
+    engine.vanish()
+
+    def refused() -> bool:
+        try:
+            face.add_request(request(f"r{time.monotonic_ns()}"))
+        except EngineDeadError as exc:
+            assert "connection" in str(exc)
+            return True
+        return False
+
+    wait_until(refused, PATIENCE_S, "a refusal")
+    live = set(mp_client(face).inbox.live)
+    with pytest.raises(EngineDeadError, match="connection"):
+        face.call_utility("is_sleeping")
+    assert face.pending_calls() == 0
+    with pytest.raises(EngineDeadError):
+        face.add_request(request("another"))
+    assert mp_client(face).inbox.live == live
+
+
+def test_an_engine_that_says_ready_again_is_registered_anew_and_what_it_forgot_fails(
+    pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Defect 21; C-20."""
+    face, engine = pair
+    for request_id in ("a", "b"):
+        face.add_request(request(request_id))
+        engine.expect_add()
+    call = face.start("call_utility", "is_sleeping")
+    engine.expect_utility()
+    engine.vanish()
+    assert engine.init is not None
+    engine.connect()
+    engine.send_ready_response(mock_ready(num_gpu_blocks=55))
+    failed = {it.request_id: it for it in face.outputs(2)}
+    assert failed.keys() == {"a", "b"}
+    assert all(it.finish_reason is FinishReason.ERROR for it in failed.values())
+    assert "internal: engine 0 was restarted" in str(failed["a"].stop_reason)
+    with pytest.raises(UtilityCallError, match="restarted"):
+        call.result(PATIENCE_S)
+    assert face.client.config.num_gpu_blocks == 55
+    assert "it says ready again" in caplog.text
+    assert_serves(face, engine, "a")
+
+
+# Unsound messages.
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_garbage_on_the_output_socket_ends_nothing(kind: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """C-31; defects 17 and 19."""
+    with mock_face(kind) as (face, engine):
+        waiting = face.start("get_output")
+        engine.send_raw(GARBAGE[what])
+        engine.send_outputs([output("r", [1])])
+        assert waiting.result(PATIENCE_S).outputs[0].new_token_ids == [1]
+        assert "dropped" in caplog.text
+        assert_serves(face, engine)
+
+
+def test_garbage_on_the_input_socket_after_start_up_ends_nothing(
+    pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Defects 20 and 21: somebody still reads it."""
+    face, engine = pair
+    for frames in ([b"\xc1"], [b""], [b"", b"", b""], [msgspec.msgpack.encode({"max_model_len": "many"})]):
+        engine.send_raw(frames, to="input")
+    wait_until(lambda: mp_client(face).inbox.dropped >= 4, PATIENCE_S, "four dropped messages")
+    assert_serves(face, engine)
+
+
+def test_a_stranger_on_the_sockets_is_reported_and_ignored(
+    pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """C-24, defect 20, after start-up."""
+    face, engine = pair
+    assert engine.init is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer, context.socket(zmq.PUSH) as push:
+        dealer.setsockopt(zmq.IDENTITY, b"\x07\x00")
+        dealer.connect(engine.init.addresses.inputs[0])
+        dealer.send(msgspec.msgpack.encode(mock_ready()))
+        push.connect(engine.init.addresses.outputs[0])
+        push.send(b"hello there")
+        wait_until(lambda: "unexpected identity" in caplog.text, PATIENCE_S, "a report")
+        assert_serves(face, engine)
+    assert "b'\\x07\\x00'" in caplog.text
+
+
+def test_one_bad_output_among_good_ones_fails_alone(pair: tuple[Face, MockEngine]) -> None:
+    """Defect 19: contained to the request it concerns."""
+    face, engine = pair
+    good = [["a", [1]], ["c", [3]]]
+    engine.send_raw([msgspec.msgpack.encode([0, [good[0], ["b", "not tokens"], good[1]], None, 1.0])])
+    outputs = {it.request_id: it for it in face.get_output().outputs}
+    assert outputs["a"].new_token_ids == [1]
+    assert outputs["c"].new_token_ids == [3]
+    assert outputs["b"].finish_reason is FinishReason.ERROR
+    assert "cannot be decoded" in str(outputs["b"].stop_reason)
+
+
+def test_too_many_frames_are_dropped() -> None:
+    with mock_face("sync", settings={"max_frames": 4}) as (face, engine):
+        frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output()]))
+        engine.send_raw([*frames, b"", b"", b"", b""])
+        wait_until(lambda: mp_client(face).inbox.dropped == 1, PATIENCE_S, "a dropped message")
+        engine.send_raw([*frames, b"", b"", b""])
+        assert len(face.outputs(1)) == 1
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+def test_an_oversize_frame_is_refused_by_the_socket_and_the_engine_comes_back(kind: str) -> None:
+    """ZeroMQ drops the connection, which the engine's socket makes anew."""
+    with mock_face(kind, settings={"max_frame_bytes": 100_000}) as (face, engine):
+        engine.send_raw([bytes(200_000)])
+
+        def comes_through() -> bool:
+            engine.send_outputs([output()])
+            try:
+                return bool(face.get_output(timeout=0.2).outputs)
+            except TimeoutError:
+                return False
+
+        wait_until(comes_through, PATIENCE_S, "an output after the oversize frame")
+
+
+def test_an_answer_with_outputs_beside_it_is_an_answer(pair: tuple[Face, MockEngine]) -> None:
+    """Protocol D.5: a set utility_output overrides everything else."""
+    face, engine = pair
+    call = face.start("call_utility", "is_sleeping")
+    asked = engine.expect_utility()
+    engine.send_outputs([output("r")], utility_output=utility_output(asked.call_id, True))
+    engine.send_outputs([output("r", [5])])
+    assert face.get_output().outputs[0].new_token_ids == [5]
+    assert call.result(PATIENCE_S) is True
+
+
+# Utility calls.
+
+
+def test_answers_may_come_in_any_order(pair: tuple[Face, MockEngine]) -> None:
+    """C-30: one registry, by call id."""
+    face, engine = pair
+    calls = {i: face.start("call_utility", "echo", i) for i in range(5)}
+    asked = [engine.expect_utility("echo") for _ in calls]
+    assert len({call.call_id for call in asked}) == 5
+    assert all(call.client_index == 0 for call in asked)
+    for call in reversed(asked):
+        engine.answer_utility(call, call.args[0] * 10)
+    assert {i: future.result(PATIENCE_S) for i, future in calls.items()} == {i: i * 10 for i in range(5)}
+    assert face.pending_calls() == 0
+
+
+def test_a_failure_carries_the_engines_message(pair: tuple[Face, MockEngine]) -> None:
+    """C-31."""
+    face, engine = pair
+    call = face.start("call_utility", "profile", True)
+    engine.fail_utility(engine.expect_utility(), "Call to profile method failed: no profiler")
+    with pytest.raises(UtilityCallError, match="Call to profile method failed: no profiler") as it:
+        call.result(PATIENCE_S)
+    assert it.value.method == "profile"
+
+
+def test_a_call_without_an_answer_times_out_and_leaves_nothing(
+    pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """C-32; defect 25. The late answer is dropped (C-31)."""
+    face, engine = pair
+    with pytest.raises(UtilityTimeoutError, match=r"is_sleeping was not answered within 0\.05 s") as it:
+        face.call_utility("is_sleeping", timeout=0.05)
+    assert isinstance(it.value, TimeoutError)
+    assert isinstance(it.value, UtilityCallError)
+    assert face.pending_calls() == 0
+    engine.answer_utility(engine.expect_utility(), True)
+    assert_serves(face, engine)
+    assert "no waiting call" in caplog.text
+
+
+def test_collective_rpc_carries_its_timeout_to_both_ends(pair: tuple[Face, MockEngine]) -> None:
+    """Defect 25."""
+    face, engine = pair
+    with pytest.raises(UtilityTimeoutError):
+        face.collective_rpc("method", timeout=0.05, args=(1,), kwargs={"a": 2})
+    assert engine.expect_utility("collective_rpc").args == ["method", 0.05, [1], {"a": 2}]
+
+
+def test_arguments_that_cannot_be_encoded_leave_nothing(pair: tuple[Face, MockEngine]) -> None:
+    """C-32."""
+    face, engine = pair
+    with pytest.raises(EncodeError, match="has no form on the wire"):
+        face.call_utility("collective_rpc", object())
+    with pytest.raises(EncodeError):
+        face.call_utility("collective_rpc", 1 << 70)
+    assert face.pending_calls() == 0
+    assert engine.received == []
+    assert_serves(face, engine)
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        ([["builtins", "bool"], True], "VLLM_ALLOW_INSECURE_SERIALIZATION"),
+        ([None, msgspec.msgpack.Ext(1, b"cos\nsystem\n(S'true'\ntR.")], "VLLM_ALLOW_INSECURE_SERIALIZATION"),
+        ("not a pair", r"must be \[typeinfo, value\]"),
+        ([None, 1, 2], r"must be \[typeinfo, value\]"),
+    ],
+)
+def test_a_result_that_cannot_be_had_fails_its_call_only(kind: str, result: Any, complaint: str) -> None:
+    """Defect 19: typeinfo while the switch is off, a pickle, another shape."""
+    with mock_face(kind) as (face, engine):
+        call = face.start("call_utility", "is_sleeping")
+        asked = engine.expect_utility()
+        engine.send_outputs([], utility_output=UtilityOutput(asked.call_id, None, result))
+        with pytest.raises(UtilityCallError, match=complaint):
+            call.result(PATIENCE_S)
+        assert_serves(face, engine)
+
+
+def test_an_answer_that_is_damaged_fails_its_call_only(pair: tuple[Face, MockEngine]) -> None:
+    """Defect 19."""
+    face, engine = pair
+    call = face.start("call_utility", "is_sleeping")
+    asked = engine.expect_utility()
+    engine.send_raw([msgspec.msgpack.encode([0, [], None, 1.0, [asked.call_id, 3, True]])])
+    with pytest.raises(UtilityCallError, match="cannot be decoded"):
+        call.result(PATIENCE_S)
+
+
+def test_an_answer_that_comes_twice_is_taken_once(
+    pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """C-31; defect 17."""
+    face, engine = pair
+    call = face.start("call_utility", "is_sleeping")
+    asked = engine.expect_utility()
+    engine.answer_utility(asked, 1)
+    engine.answer_utility(asked, 2)
+    assert call.result(PATIENCE_S) == 1
+    assert_serves(face, engine)
+    assert "no waiting call" in caplog.text
+
+
+def test_an_answer_to_a_cancelled_call_is_dropped(pair: tuple[Face, MockEngine]) -> None:
+    """Defect 18: on a thread the future is cancelled behind the caller's back, on a loop the task is."""
+    face, engine = pair
+    call = face.start("call_utility", "is_sleeping")
+    asked = engine.expect_utility()
+    if face.loop is None:
+        ((_, waiter),) = mp_client(face).inbox.calls._pending.values()
+        waiter.cancel()  # type: ignore[attr-defined]
+        with pytest.raises(concurrent.futures.CancelledError):
+            call.result(PATIENCE_S)
+    else:
+        call.cancel()
+        wait_until(lambda: not face.pending_calls(), PATIENCE_S, "the cancelled call to leave the registry")
+    engine.answer_utility(asked, True)
+    assert_serves(face, engine)
+    assert face.pending_calls() == 0
+
+
+def test_shutdown_fails_the_calls_in_flight(pair: tuple[Face, MockEngine]) -> None:
+    """C-32, C-22: safe while another call is waiting."""
+    from enginewire import ClientClosedError
+
+    face, engine = pair
+    waiting = [face.start("get_output"), face.start("call_utility", "a"), face.start("call_utility", "b")]
+    engine.expect_utility()
+    engine.expect_utility()
+    face.client.shutdown()
+    for future in waiting:
+        with pytest.raises(ClientClosedError):
+            future.result(PATIENCE_S)
+
+
+def test_utilities_are_answered_while_ten_thousand_outputs_wait(pair: tuple[Face, MockEngine]) -> None:
+    """C-40: a slow consumer holds nobody else up, and nothing is decoded before it asks."""
+    face, engine = pair
+    client = mp_client(face)
+    decoded: list[Any] = []
+    real = client.inbox._decoder.decode
+    client.inbox._decoder.decode = lambda frames: decoded.append(1) or real(frames)  # type: ignore[method-assign,func-returns-value]
+    message = EngineCoreOutputs(outputs=[output("r", [i]) for i in range(16)])
+    frames = MsgpackEncoder().encode(message)
+
+    def flood() -> None:
+        for _ in range(10_000):
+            engine._outputs[0].send_multipart(frames)
+
+    engine._on_io_thread(flood)
+    call = face.start("call_utility", "is_sleeping")
+    engine.answer_utility(engine.expect_utility(), False)
+    assert call.result(PATIENCE_S) is False
+    assert decoded == []
+    assert len(face.outputs(160_000)) == 160_000
+
+
+# Arrays.
+
+
+def test_a_large_tensor_is_sent_without_a_copy_and_let_go_afterwards(pair: tuple[Face, MockEngine]) -> None:
+    """C-28."""
+    face, engine = pair
+
+    class Tracked(np.ndarray):
+        pass
+
+    array = np.arange(4 << 20, dtype="<i4").view(Tracked)  # 16 MiB
+    alive = weakref.ref(array)
+    face.add_request(request("small"))
+    assert not mp_client(face)._pending_messages
+    big = request("big")
+    big.prompt_embeds = Tensor("int32", (4 << 20,), memoryview(array).cast("B"))
+    engine._on_io_thread(lambda: None)
+    face.add_request(big)
+    del array, big
+    received = engine.expect("ADD", matches=lambda it: it.message.request_id == "big")
+    assert len(received.frames) == 3
+    assert received.frames[2] == np.arange(4 << 20, dtype="<i4").tobytes()
+
+    def released() -> bool:
+        gc.collect()
+        return not mp_client(face)._pending_messages and alive() is None
+
+    wait_until(released, PATIENCE_S, "the release of the tensor")
+
+
+def test_a_message_is_pending_while_the_engine_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-28: the object is kept alive until ZeroMQ is done with it."""
+    gate = threading.Event()
+    with mock_face("sync", on_message=lambda *_: gate.wait(PATIENCE_S)) as (face, engine):
+        face.add_request(request("stop"))  # the engine reads this and stands still
+        wait_until(lambda: engine.received, PATIENCE_S, "the engine to stand still")
+        for i in range(8):  # more than kernel buffers hold
+            big = request(f"big{i}")
+            big.prompt_embeds = Tensor("uint8", (16 << 20,), bytes(16 << 20))
+            face.add_request(big)
+        pending = mp_client(face)._pending_messages
+        assert pending
+        assert not pending[-1][0].done
+        assert pending[-1][1].request_id == "big7"  # type: ignore[attr-defined]
+        gate.set()
+        wait_until(lambda: not pending, PATIENCE_S, "the release of the messages")
+
+
+def test_logprobs_in_frames_of_their_own_arrive(pair: tuple[Face, MockEngine]) -> None:
+    face, engine = pair
+    one = output("r")
+    ids = np.arange(200, dtype="<i4").reshape(1, 200)
+    one.new_logprobs = LogprobsLists(ids, -ids.astype("<f4"), np.ones(1, "<i8"))
+    engine.send_outputs([one])
+    (got,) = face.outputs(1)
+    assert got.new_logprobs is not None
+    np.testing.assert_array_equal(got.new_logprobs.logprob_token_ids, ids)
+
+
+def test_nothing_is_logged_for_ordinary_traffic(
+    pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Section 10 of the style guide: no line per token or request at INFO."""
+    caplog.set_level(logging.INFO)
+    face, engine = pair
+    caplog.clear()
+    assert_serves(face, engine)
+    assert caplog.text == ""
