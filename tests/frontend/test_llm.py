@@ -326,6 +326,32 @@ def test_keyboard_interrupt_of_a_waiting_thread_leaves_the_leader_alone(make_llm
     wait_for_idle(llm)
 
 
+def test_keyboard_interrupts_lose_nothing_of_other_threads(make_llm: MakeLLM) -> None:
+    """The main thread leaves receiving to threads that cannot be interrupted with a message in hand."""
+    llm = make_llm(step_time_s=0.0002)
+    texts: list[str] = []
+    threads = [
+        in_thread(
+            lambda: texts.extend(output.outputs[0].text for output in llm.generate(["ab"], params(max_tokens=1500)))
+        )
+        for _ in range(2)
+    ]
+
+    def interrupt_later() -> None:
+        steps = llm.scheduler_stats.step_counter if llm.scheduler_stats else 0
+        wait_until(lambda: llm.scheduler_stats is not None and llm.scheduler_stats.step_counter > steps + 20, "steps")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for _ in range(10):
+        interrupter = in_thread(interrupt_later)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["x"] * 4, params(max_tokens=ENDLESS))
+        interrupter.join(10)
+    for thread in threads:
+        thread.join(10)
+    assert texts == ["ab" * 750] * 2
+
+
 def test_an_engine_that_fails_says_why_to_every_thread(make_llm: MakeLLM) -> None:
     """Errors that users will meet: engine loop raising (cause in the error)."""
     llm = make_llm(fail_at_step=20)
@@ -449,3 +475,11 @@ def test_progress_is_drawn_when_asked_for(llm: LLM, capsys: pytest.CaptureFixtur
     assert "requests" not in capsys.readouterr().err
     llm.generate(["a", "b"], params(), progress=True)
     assert "2/2" in capsys.readouterr().err
+
+
+def test_two_engines_live_in_one_process(make_llm: MakeLLM) -> None:
+    """Errors that users will meet: two clients in one process."""
+    first, second = make_llm(max_model_len=100), make_llm(max_model_len=200)
+    assert (first.config.max_model_len, second.config.max_model_len) == (100, 200)
+    first.shutdown()
+    assert second.generate("ab", params())[0].outputs[0].text == "abababab"

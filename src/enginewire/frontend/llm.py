@@ -306,14 +306,18 @@ class LLM:
             ProgressBar(len(prepared), "requests", enabled=progress) as bar,
             self._pump.submitted(prepared) as requests,
         ):
-            pending = set(requests)
+            pending = requests.copy()
 
             def all_finished() -> bool:
-                pending.difference_update([request for request in pending if request.finished])
+                while pending and pending[-1].finished:  # asked after every message: do not look at all of them
+                    pending.pop()
                 return not pending
 
-            draw = (lambda: bar.update(len(requests) - len(pending))) if bar.enabled else None
-            self._pump.receive_until(all_finished, draw)
+            def draw() -> None:
+                if bar.is_due:
+                    bar.update(sum([request.finished for request in requests]))
+
+            self._pump.receive_until(all_finished, draw if bar.enabled else None)
             bar.update(len(requests), is_last=True)
         outputs: list[RequestOutput] = []
         errors: list[EngineClientError] = []

@@ -58,9 +58,14 @@ class ProgressBar:
         """Whether anything is drawn."""
         return self._enabled
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to draw again."""
+        return self._enabled and time.monotonic() >= self._next_draw
+
     def update(self, done: int, note: str = "", *, is_last: bool = False) -> None:
         """Draw, unless the last time was a moment ago and there is more to come."""
-        if self._enabled and (is_last or time.monotonic() >= self._next_draw):
+        if self.is_due or (is_last and self._enabled):
             self._draw(done, note)
 
     def __enter__(self) -> Self:

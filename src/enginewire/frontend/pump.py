@@ -40,9 +40,10 @@ class Pump:
     def __init__(self, client: EngineCoreClient) -> None:
         self._client = client
         self._outputs = OutputProcessor()
-        # Guards _outputs, its requests and _leader; notified when a request ends or the leader steps down.
+        # Guards _outputs, its requests and the next two; notified when any of them changes.
         self._changed = threading.Condition()
         self._leader: int | None = None
+        self._num_waiting = 0  # threads that are not the leader and could be
         # An engine in this process does one thing at a time; other clients are safe to use from several threads.
         self._turns = Turns() if isinstance(client, InprocClient) else None
         self._left_behind: list[str] = []
@@ -91,24 +92,35 @@ class Pump:
         me = threading.get_ident()
         while True:
             try:
-                with self._changed:
-                    while self._leader is not None and not is_done():
-                        self._changed.wait(None if on_change is None else REDRAW_S)
-                        if on_change is not None:
-                            on_change()
-                    if is_done():
-                        return
-                    self._leader = me
-                self._lead(is_done, on_change)
+                if not self._wait_to_lead(me, is_done, on_change):
+                    return
+                self._lead(me, is_done, on_change)
             finally:
                 if self._leader == me:
                     with self._changed:
                         self._leader = None
                         self._changed.notify_all()
 
-    def _lead(self, is_done: Callable[[], bool], on_change: Callable[[], None] | None) -> None:
+    def _wait_to_lead(self, me: int, is_done: Callable[[], bool], on_change: Callable[[], None] | None) -> bool:
+        """Become the leader (``True``), or see the leader finish what this thread waits for (``False``)."""
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                while not is_done():
+                    if self._leader is None and not self._should_leave_it_to_others(me, self._num_waiting - 1):
+                        self._leader = me
+                        return True
+                    self._changed.wait(None if on_change is None else REDRAW_S)
+                    if on_change is not None:
+                        on_change()
+                return False
+            finally:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+
+    def _lead(self, me: int, is_done: Callable[[], bool], on_change: Callable[[], None] | None) -> None:
         num_empty = 0
-        while not is_done():
+        while not is_done() and not self._should_leave_it_to_others(me, self._num_waiting):
             message = self._receive()
             with self._changed:
                 processed = self._outputs.process(message, time.monotonic())
@@ -123,6 +135,14 @@ class Pump:
             if num_empty > 1:
                 with self._changed:
                     self._changed.wait(IDLE_WAIT_S)
+
+    def _should_leave_it_to_others(self, me: int, num_others: int) -> bool:
+        """Whether this is the main thread and somebody else could lead.
+
+        Only the main thread meets KeyboardInterrupt, with which a message that it has in hand is lost. That does not
+        matter if all requests are its own.
+        """
+        return num_others > 0 and me == threading.main_thread().ident
 
     def _receive(self) -> EngineCoreOutputs:
         if self._turns is None:
