@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-PROMPT ?= In one sentence: why is the sky blue?
+PROMPT ?= Explain what an engine is, in two sentences.
 ARGS ?=
 
 # Stamps: an installation is repeated when pyproject.toml changes, and not otherwise.

@@ -64,7 +64,8 @@ def options(reference: str) -> Callable[[], Iterator[str]]:
         described = attributes(struct)
         yield from ("| option | default | meaning |", "|---|---|---|")
         for field in msgspec.structs.fields(struct):
-            yield f"| `{field.name}` | `{field.default!r}` | {_markdown(described[field.name])} |"
+            default = "{}" if field.default is msgspec.NODEFAULT else repr(field.default)
+            yield f"| `{field.name}` | `{default}` | {_markdown(described[field.name])} |"
 
     return table
 
@@ -109,6 +110,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {
     ("operations.md", "settings"): settings,
     ("operations.md", "environment"): environment,
     ("operations.md", "echo options"): options("enginewire.executors.echo:EchoOptions"),
+    ("operations.md", "openvino options"): options("enginewire.executors.openvino_options:OpenVINOOptions"),
 }
 
 

@@ -7,10 +7,14 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
 from command_line import DEADLINE_S, Start, run
+
+from enginewire import SamplingParams
+from enginewire.cli.chat import Conversation
 
 CHAT = ["chat", "echo", "--executor-option", "step_time_s=0"]
 
@@ -22,10 +26,29 @@ def test_each_line_of_standard_input_is_answered() -> None:
     assert result.returncode == 0
 
 
-def test_the_model_is_told_what_was_said_before() -> None:
-    result = run(*CHAT, "--max-tokens", "200", "--stop", "END", stdin="A\nEND\n")
-    # <|im_end|> ends an answer, which then is the first message alone.
-    assert result.stdout == "user\nA\nuser\nA\n"
+class Recorder:
+    """Stands in for an ``LLM``: keeps what it is asked and answers ``No. 1``, ``No. 2`` … in two deltas."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[tuple[str, str]]] = []
+
+    def stream(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[SimpleNamespace]:
+        self.asked.append([(message["role"], message["content"]) for message in messages])
+        for text in ("No. ", str(len(self.asked))):
+            yield SimpleNamespace(outputs=[SimpleNamespace(text=text)])
+
+
+def test_the_model_is_told_what_was_said_before(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    conversation = Conversation(recorder, SamplingParams(), "Be brief.")  # type: ignore[arg-type]
+    conversation.answer("A")
+    conversation.answer("B")
+    system, first = ("system", "Be brief."), ("user", "A")
+    assert recorder.asked == [[system, first], [system, first, ("assistant", "No. 1"), ("user", "B")]]
+    conversation.reset()
+    conversation.answer("C")
+    assert recorder.asked[-1] == [system, ("user", "C")]
+    assert capsys.readouterr().out == "No. 1\nNo. 2\nNo. 3\n"
 
 
 def test_reset_forgets_everything_but_the_system_message() -> None:

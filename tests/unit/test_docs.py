@@ -79,6 +79,17 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
+def test_decisions_are_numbered_once_and_say_everything() -> None:
+    paths = sorted((ROOT / "docs/decisions").glob("*.md"))
+    numbers = [int(path.name[:4]) for path in paths]
+    assert numbers == list(range(1, len(paths) + 1))
+    for number, path in zip(numbers, paths, strict=True):
+        text = path.read_text()
+        assert text.startswith(f"# {number}. "), path.name
+        for part in ("Context", "Choice", "gave up", "wrong"):
+            assert part in text, f"{path.name}: {part}"
+
+
 def test_generated_tables_are_up_to_date() -> None:
     """Modules, settings, options and variables; ``make docs`` rewrites them."""
     command = [sys.executable, str(ROOT / "docs/generate.py"), "--check"]
