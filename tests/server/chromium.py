@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import select
@@ -58,8 +59,10 @@ class Browser:
         try:
             # Chromium reads from descriptor 3 and writes to 4.
             self._process = subprocess.Popen(
-                ["sh", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "sh", CHROMIUM, *FLAGS]
-                + [f"--user-data-dir={profile}", "about:blank"],
+                [
+                    *("sh", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "sh"),
+                    *(CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
+                ],
                 pass_fds=(their_in, their_out),
                 env=os.environ | {"HOME": str(profile)},
                 stdin=subprocess.DEVNULL,
@@ -137,12 +140,14 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """Click the middle of an element."""
-        box = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'nearest'}});"
-            " const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
+        script = """(element) => {
+            element.scrollIntoView({block: "nearest"});
+            const box = element.getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2];
+        }"""
+        x, y = self.evaluate(f"({script})(document.querySelector({json.dumps(selector)}))")
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
         """Give the tab a size, and the user a taste."""
@@ -175,20 +180,15 @@ class Browser:
 
     def close(self) -> None:
         """End the browser and everything it started."""
-        try:
-            self._session = None
+        self._session = None
+        with contextlib.suppress(AssertionError, OSError, subprocess.TimeoutExpired):
             self.call("Browser.close")
             self._process.wait(timeout=10)
-        except (AssertionError, OSError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own
-            except ProcessLookupError:
-                pass
-            self._process.wait()
-            os.close(self._write_fd)
-            os.close(self._read_fd)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own
+        self._process.wait()
+        os.close(self._write_fd)
+        os.close(self._read_fd)
 
     def __enter__(self) -> Self:
         return self
