@@ -161,10 +161,20 @@ class Face:
 
     def outputs(self, count: int) -> list[EngineCoreOutput]:
         """Return the next ``count`` outputs."""
-        found: list[EngineCoreOutput] = []
-        while len(found) < count:
-            found += self.get_output().outputs
-        return found
+        if self.loop is None:
+            found: list[EngineCoreOutput] = []
+            while len(found) < count:
+                found += self.client.get_output(timeout=PATIENCE_S).outputs
+            return found
+
+        async def collect() -> list[EngineCoreOutput]:
+            found: list[EngineCoreOutput] = []
+            while len(found) < count:
+                async with asyncio.timeout(PATIENCE_S):
+                    found += (await self.client.get_output_async()).outputs
+            return found
+
+        return self.loop.run(collect(), 6 * PATIENCE_S)
 
     def pending_calls(self) -> int:
         """Return how many utility calls are in the registry."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from client_harness import ALL_FACES, CLIENTS, MP_FACES, Face, echo_face, request
 
+from client_harness import ALL_FACES, CLIENTS, MP_FACES, Face, echo_face, request
 from enginewire import ClientClosedError, EngineCoreOutputs, FinishReason, UtilityCallError
 from enginewire.errors import DuplicateRequestIdError
 from enginewire.wire.messages import LoRARequest
@@ -15,6 +15,7 @@ from enginewire.wire.messages import LoRARequest
 @pytest.fixture(scope="module", params=ALL_FACES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Face]:
     with echo_face(request.param) as face:
+        face.is_sleeping()  # all connections are made before anybody looks for leaks
         yield face
 
 
@@ -219,9 +220,8 @@ def test_in_process_there_is_an_empty_message_when_there_is_nothing() -> None:
 @pytest.mark.parametrize("operation", ["add_request", "abort_requests", "get_output", "call_utility"])
 def test_the_other_faces_operations_say_which_client_has_them(operation: str) -> None:
     """C-03."""
-    with echo_face("inproc") as face:
-        with pytest.raises(NotImplementedError, match="AsyncMPClient has it"):
-            getattr(face.client, f"{operation}_async")(*([None] if operation != "get_output" else [])).send(None)
+    with echo_face("inproc") as face, pytest.raises(NotImplementedError, match="AsyncMPClient has it"):
+        getattr(face.client, f"{operation}_async")(*([None] if operation != "get_output" else [])).send(None)
     with echo_face("asyncio") as face, pytest.raises(NotImplementedError, match="SyncMPClient and InprocClient do"):
         getattr(face.client, operation)(*([None] if operation != "get_output" else []))
 

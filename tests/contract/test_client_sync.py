@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
-from client_harness import PATIENCE_S, Face, mock_face, mp_client, output, request
 
+from client_harness import PATIENCE_S, Face, mock_face, mp_client, output, request
 from enginewire.testing import MockEngine, wait_until
 
 
@@ -71,27 +73,22 @@ def test_consumers_and_callers_on_many_threads(pair: tuple[Face, MockEngine]) ->
             assert face.client.call_utility("echo", i, timeout=PATIENCE_S) == i
             face.client.add_request(request(f"{threading.get_ident()}-{i}"))
 
+    def answer() -> None:
+        for _ in range(60):
+            asked = engine.expect_utility()
+            engine.answer_utility(asked, asked.args[0])
+
     threads = [threading.Thread(target=consume) for _ in range(num_consumers)]
     threads += [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
         thread.start()
+    answering = threading.Thread(target=answer)
+    answering.start()
     for i in range(num_messages):
         engine.send_outputs([output("r", [i])])
-        if i % 40 == 0 and i < 60 * 40:
-            try:
-                asked = engine.expect_utility(timeout_s=0.01)
-            except TimeoutError:
-                continue
-            engine.answer_utility(asked, asked.args[0])
-    for _ in range(60 - sum(1 for it in engine.received if it.kind == "UTILITY" and False)):
-        try:
-            asked = engine.expect_utility(timeout_s=1)
-        except TimeoutError:
-            break
-        engine.answer_utility(asked, asked.args[0])
     for _ in range(num_consumers):
         engine.send_outputs([output("r", [-1])])
-    for thread in threads:
+    for thread in [*threads, answering]:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert sorted(it for it in taken if it >= 0) == list(range(num_messages))
@@ -141,17 +138,17 @@ def test_the_receivers_own_failure_comes_out_of_every_wait(pair: tuple[Face, Moc
 
 def test_the_receiver_holds_no_reference_to_the_client(pair: tuple[Face, MockEngine]) -> None:
     """C-21, C-40: dropping the last reference is enough; the caller is told that it forgot."""
-    import gc
-    import weakref
-
     face, _ = pair
     alive = weakref.ref(face.client)
     resources = face.client.resources
-    # Anchored here, not in the frames of the fixture.
-    with pytest.warns(ResourceWarning, match="was not shut down"):
+
+    def drop() -> None:
         del face.__dict__["client"]
         gc.collect()
         wait_until(lambda: resources.closed, PATIENCE_S, "the resources to close")
+
+    with pytest.warns(ResourceWarning, match="was not shut down"):
+        drop()
     assert alive() is None
 
 

@@ -209,6 +209,7 @@ class _Receiver:
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._fail(exc)
         self._hand_over(messages)
+        self._inbox.report_marker()
 
     def _fail(self, exc: Exception) -> None:
         message = f"the receiver failed: {exc!r}"

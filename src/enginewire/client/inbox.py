@@ -48,6 +48,7 @@ class Inbox:
         self.death: EngineDeath | None = None
         self._engine_indexes = frozenset(engine_indexes)
         self._on_death_marker = on_death_marker
+        self._has_marker = False
         # Two decoders: a receiving thread looks for utility answers while the consumer decodes outputs.
         self._decoder = OutputsDecoder()
         self._utility_decoder = OutputsDecoder()
@@ -63,7 +64,7 @@ class Inbox:
         elif not payload:
             self._drop("an empty message")
         elif is_death_marker(frames):
-            self._on_death_marker()
+            self._has_marker = True
         elif may_hold_utility_output(payload):
             return self._sort_without_outputs(frames)
         else:
@@ -80,6 +81,12 @@ class Inbox:
             return True
         self.calls.finish(message.utility_output)
         return False
+
+    def report_marker(self) -> None:
+        """Tell of a death marker, if one was sorted. After what came before it was handed over."""
+        if self._has_marker:
+            self._has_marker = False
+            self._on_death_marker()
 
     def ready_again(self, frames: Frames) -> EngineCoreOutputs | None:
         """Take a message of the input socket after start-up: an engine that was restarted registers anew.

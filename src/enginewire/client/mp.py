@@ -283,11 +283,11 @@ class MPClient(EngineCoreClient):
             messages for the consumer.
         """
         messages = self._read_input_socket()
-        is_lost = any([watch.has_lost_peer() for watch in self._peer_watches])  # a list: all monitors are drained
+        lost = [watch for watch in self._peer_watches if watch.has_lost_peer()]
         if messages:  # it registered anew, and its old connections are meant to go
             for watch in self._peer_watches:
                 watch.settle()
-        elif is_lost:
+        elif lost:
             cause = "the connection to it was lost; its process ended, or its host is gone or silent"
             self._on_death(EngineDeath(self.engine_index, cause))
         return messages

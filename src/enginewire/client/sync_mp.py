@@ -185,7 +185,8 @@ def _receive(
             batch, is_drained = _drain(output_socket, inbox)
             if batch:
                 outgoing.put(batch)
-            # What an engine sent before it was lost comes first.
+            # What an engine sent before it died or was lost comes first.
+            inbox.report_marker()
             if is_drained and time.monotonic() >= next_check:
                 next_check = time.monotonic() + PEER_CHECK_MS / 1000
                 if failures := check_peers():
