@@ -11,8 +11,10 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Final, Literal
 
@@ -50,6 +52,7 @@ def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    wake_up_for_signals(engine.wake)
     try:
         engine.start()
         stage = "running"
@@ -64,6 +67,23 @@ def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
     finally:
         engine.close()
     return 0
+
+
+def wake_up_for_signals(wake: Callable[[], None]) -> None:
+    """Have ``wake`` called after every signal, in a thread of its own.
+
+    Python runs a signal's handler in the main thread, between two bytecodes. A signal that comes just before that
+    thread blocks, as SIGTERM does right after the last output, does not end the wait.
+    """
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while receiver.recv(64):
+            wake()
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def end_with_parent(lifeline: Channel, cleanup_paths: list[str]) -> None:

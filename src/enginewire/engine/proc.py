@@ -144,6 +144,10 @@ class EngineCoreProc:
             raise StoppedWhileStarting
         self._events.put((EventKind.STOP, None))  # a SimpleQueue's put is safe in a signal handler
 
+    def wake(self) -> None:
+        """Make the main thread look up, so that it runs pending signal handlers. For any thread."""
+        self._events.put((EventKind.ABORT, []))  # of no request: nothing by itself
+
     def _start_child(self, _: EngineConfig) -> Executor:
         from enginewire.engine.worker_process import ExecutorProcess  # the price of subprocess only where it is needed
 
