@@ -13,6 +13,7 @@ from typing import Any
 from enginewire.engine.executor import Executor, ExecutorCapacity
 from enginewire.errors import InvalidRequestError, ModelError
 from enginewire.executors import EchoExecutor
+from enginewire.wire.capabilities import Capabilities
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreRequest
 
 
@@ -91,6 +92,7 @@ class Misbehaves(Executor):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.capacity = ExecutorCapacity(max_model_len=1000, num_gpu_blocks=100, block_size=10)
+        self.capabilities = Capabilities(prefix_caching=True)
         self._live: dict[str, int] = {}
 
     def add_request(self, request: EngineCoreRequest) -> None:

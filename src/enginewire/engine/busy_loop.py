@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from enginewire.engine.admission import Request
 from enginewire.engine.core import EngineCore
@@ -59,6 +59,13 @@ Event = tuple[EventKind, Any]
 Events = queue.SimpleQueue[Event]
 
 
+class Send(Protocol):
+    """Hands a message for a client to the output thread; ``method`` is the utility that it answers."""
+
+    def __call__(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
+        """Do not wait."""
+
+
 class Phase(Enum):
     """Where an engine is in its life, as far as its loop knows."""
 
@@ -75,7 +82,7 @@ class BusyLoop:
     Args:
         core: the engine.
         events: filled by other threads and signal handlers.
-        send: hands a message for a client to the output thread.
+        send: see :class:`Send`.
         child: the core's executor, if it runs in a process of its own.
     """
 
@@ -83,7 +90,7 @@ class BusyLoop:
         self,
         core: EngineCore,
         events: Events,
-        send: Callable[[int, EngineCoreOutputs], None],
+        send: Send,
         child: ExecutorProcess | None = None,
     ) -> None:
         self.phase = Phase.RUNNING
@@ -313,16 +320,19 @@ class BusyLoop:
             return partial(self._answer_failure, call, failure_text(call.method, exc))
         if isinstance(result, Future):
             return partial(result.add_done_callback, partial(self._answer_later, call))
-        return partial(self.answer_utility, call.client_index, utility_output(call.call_id, result))
+        return partial(self._answer, call, utility_output(call.call_id, result))
 
     def _answer_later(self, call: UtilityCall, future: Future[Any]) -> None:
         exc = future.exception()
         if exc is None:
-            self.answer_utility(call.client_index, utility_output(call.call_id, future.result()))
+            self._answer(call, utility_output(call.call_id, future.result()))
         else:
             text = str(exc)
             self._answer_failure(call, text if text == SHUTTING_DOWN else failure_text(call.method, exc))
 
     def _answer_failure(self, call: UtilityCall, text: str) -> None:
         logger.warning("utility method=%s call_id=%d: %s", call.method, call.call_id, text)
-        self.answer_utility(call.client_index, utility_output(call.call_id, failure_message=text))
+        self._answer(call, utility_output(call.call_id, failure_message=text))
+
+    def _answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
+        self._send(call.client_index, EngineCoreOutputs(utility_output=answer), call.method)

@@ -13,6 +13,7 @@ import zmq
 from enginewire.config import EngineConfig
 from enginewire.engine.input_thread import Receiver
 from enginewire.engine.step import error_output
+from enginewire.engine.utilities import failure_text
 from enginewire.errors import EncodeError
 from enginewire.transport.sockets import connect_push
 from enginewire.wire.codec import MsgpackEncoder
@@ -47,7 +48,7 @@ class OutputThread(threading.Thread):
         self._addresses = list(addresses)
         self._engine_index = engine_index
         self._encoder = MsgpackEncoder(zero_copy_threshold=config.zero_copy_threshold, allow_pickle=config.allow_pickle)
-        self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = queue.SimpleQueue()
         self._receiver: Receiver | None = None
 
     def start_for(self, receiver: Receiver) -> None:
@@ -55,9 +56,9 @@ class OutputThread(threading.Thread):
         self._receiver = receiver
         self.start()
 
-    def put(self, client_index: int, message: EngineCoreOutputs) -> None:
-        """Queue a message. Any thread."""
-        self._queue.put((client_index, message))
+    def put(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
+        """Queue a message, any thread; ``method`` is the utility it answers."""
+        self._queue.put((client_index, message, method))
 
     def put_dead(self) -> None:
         """Queue the death marker for every frontend; the last thing sent."""
@@ -79,8 +80,8 @@ class OutputThread(threading.Thread):
                     for socket in sockets:
                         socket.send(item)
                     break
-                client_index, message = item
-                frames = self._encode(message)
+                client_index, message, method = item
+                frames = self._encode(message, method)
                 sockets[client_index].send_multipart(frames, copy=len(frames) == 1)
         except BaseException as exc:  # noqa: BLE001 - an engine without a voice must not look alive
             if self._receiver is not None:
@@ -89,19 +90,18 @@ class OutputThread(threading.Thread):
             for socket in sockets:
                 socket.close(LINGER_MS)
 
-    def _encode(self, message: EngineCoreOutputs) -> list[Buffer]:
+    def _encode(self, message: EngineCoreOutputs, method: str) -> list[Buffer]:
         message.engine_index = self._engine_index
         try:
             return self._encoder.encode(message)
         except EncodeError as exc:
-            return self._encode_rest(message, exc)
+            return self._encode_rest(message, method, exc)
 
-    def _encode_rest(self, message: EngineCoreOutputs, why: EncodeError) -> list[Buffer]:
+    def _encode_rest(self, message: EngineCoreOutputs, method: str, why: EncodeError) -> list[Buffer]:
         """Replace what has no form on the wire by a failure, for those alone whom it concerns (defect 6)."""
         if (answer := message.utility_output) is not None:
-            logger.error("call_id=%d: its result cannot be sent: %s", answer.call_id, why)
-            failure = f"the result cannot be sent: {why}"
-            message.utility_output = UtilityOutput(answer.call_id, failure)
+            logger.error("utility method=%s call_id=%d: its result cannot be sent: %s", method, answer.call_id, why)
+            message.utility_output = UtilityOutput(answer.call_id, failure_text(method, why))
         broken: list[str] = []
         for position, output in enumerate(message.outputs):
             try:

@@ -116,6 +116,7 @@ class MockFrontend:
         """The ready response, per client."""
         self.messages: list[list[EngineCoreOutputs]] = [[] for _ in range(num_clients)]
         """Everything received, per client."""
+        self._by_request: list[dict[str, list[EngineCoreOutput]]] = [{} for _ in range(num_clients)]
         self.is_marked_dead = [False] * num_clients
         """Whether the death marker came, per client."""
         self._engine_index = engine_index
@@ -241,13 +242,17 @@ class MockFrontend:
 
     def outputs_of(self, request_id: str, *, client_index: int = 0) -> list[EngineCoreOutput]:
         """Return the outputs of a request that have been received."""
-        received = self.messages[client_index]
-        return [output for message in received for output in message.outputs if output.request_id == request_id]
+        return self._by_request[client_index].get(request_id, [])
 
     def token_ids(self, request_id: str, *, client_index: int = 0) -> list[int]:
         """Return the tokens of a request that have been received."""
         outputs = self.outputs_of(request_id, client_index=client_index)
         return [token_id for output in outputs for token_id in output.new_token_ids]
+
+    def forget(self) -> None:
+        """Start over: nothing has been received."""
+        for kept in (*self.messages, *self._by_request):
+            kept.clear()
 
     # Waiting.
 
@@ -270,7 +275,10 @@ class MockFrontend:
         if is_death_marker(frames):
             self.is_marked_dead[client_index] = True
         else:
-            self.messages[client_index].append(self._decoder.decode(frames))
+            message = self._decoder.decode(frames)
+            self.messages[client_index].append(message)
+            for output in message.outputs:
+                self._by_request[client_index].setdefault(output.request_id, []).append(output)
 
     def wait_tokens(self, request_id: str, count: int, *, client_index: int = 0) -> None:
         """Wait until a request has this many tokens."""

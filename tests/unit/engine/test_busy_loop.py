@@ -62,7 +62,7 @@ class Harness:
         child: Any = self.child
         self.loop = BusyLoop(self.core, self.events, self._record, child)
 
-    def _record(self, client_index: int, message: EngineCoreOutputs) -> None:
+    def _record(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
         if message.utility_output is not None:
             answer: UtilityOutput = message.utility_output
             self.log.append((client_index, answer.call_id, answer.failure_message or answer.result[1]))
