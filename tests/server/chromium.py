@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -11,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,7 +40,7 @@ ANSWER_S = 20.0
 
 
 class Browser:
-    """A Chromium with one tab and an empty profile. A context manager.
+    """A Chromium with an empty profile, and one tab at a time. A context manager.
 
     Args:
         profile: an empty folder.
@@ -54,13 +55,13 @@ class Browser:
         self._rest = b""
         self._last_id = 0
         self._session: str | None = None
-        their_in, self._write_fd = os.pipe()
-        self._read_fd, their_out = os.pipe()
+        their_in, self._write_fd = _pipe()
+        self._read_fd, their_out = _pipe()
         try:
             # Chromium reads from descriptor 3 and writes to 4.
             self._process = subprocess.Popen(
                 [
-                    *("sh", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "sh"),
+                    *("sh", "-c", f'exec "$@" 3</dev/fd/{their_in} 4>/dev/fd/{their_out}', "sh"),
                     *(CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
                 ],
                 pass_fds=(their_in, their_out),
@@ -73,14 +74,21 @@ class Browser:
         finally:
             os.close(their_in)
             os.close(their_out)
+
+    @contextlib.contextmanager
+    def tab(self) -> Iterator[Self]:
+        """Open a tab that knows nothing of earlier ones; the other methods work on it."""
+        context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.events.clear()
         try:
-            target = self.call("Target.createTarget", url="about:blank")["targetId"]
-            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
-        except BaseException:
-            self.close()
-            raise
+            yield self
+        finally:
+            self._session = None
+            self.call("Target.disposeBrowserContext", browserContextId=context)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command to the tab; return its result."""
@@ -207,3 +215,12 @@ class Browser:
             self._rest += data
         message, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(message))
+
+
+def _pipe() -> tuple[int, int]:
+    """Make a pipe whose descriptors are out of the way of Chromium's 3 and 4."""
+    low = os.pipe()
+    high = tuple(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10) for descriptor in low)
+    for descriptor in low:
+        os.close(descriptor)
+    return high[0], high[1]
