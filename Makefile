@@ -18,7 +18,7 @@ ARGS ?=
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help setup run test fmt lint types check docs faults soak bench bench-check ci clean
+.PHONY: help setup run test fmt lint types check docs faults soak bench bench-check bench-serve ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,10 @@ bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in 
 bench-check: $(DEV_STAMP) ## like bench; fails if LLM reaches less than 0.95 of the bare engine
 	@$(BIN)/enginewire pull
 	$(BIN)/python benchmarks/bench.py --min-ratio 0.95 $(ARGS)
+
+bench-serve: $(DEV_STAMP) ## what the server streams at 1, 16, 64, 256 streams, and its CPU time; about two minutes
+	@$(BIN)/enginewire pull
+	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 
 ci: ## what continuous integration runs
 	.ci/run
