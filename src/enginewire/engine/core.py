@@ -58,6 +58,8 @@ class EngineCore:
             policy=config.scheduling_policy,
             log_stats=log_stats,
         )
+        self._is_asleep = self.executor.is_sleeping
+        """As of the last call; for other threads, as the executor itself is called by one thread only."""
         self._pauses: list[tuple[Future[None], Callable[[], None]]] = []
         """Pauses that wait for running requests to end, each with what is to be done then."""
         self.step_fn = self.step
@@ -138,7 +140,7 @@ class EngineCore:
 
     def is_sleeping(self) -> bool:
         """Whether the scheduler is paused or the executor asleep."""
-        return self.is_scheduler_paused() or self.executor.is_sleeping
+        return self.is_scheduler_paused() or self._is_asleep
 
     def get_kv_cache_group_metadata(self) -> list[dict[str, Any]]:
         """Describe the KV cache: one group."""
@@ -175,7 +177,7 @@ class EngineCore:
         Raises:
             ValueError: the executor is asleep.
         """
-        if self.executor.is_sleeping:
+        if self._is_asleep:
             raise ValueError("the executor is asleep; call wake_up")
         self.fail_pauses("the scheduler was resumed before the pause was complete")
         self.scheduler.pause_state = PauseState.UNPAUSED
@@ -206,9 +208,10 @@ class EngineCore:
         if unknown := [tag for tag in tags or () if tag not in WAKE_UP_TAGS]:
             raise ValueError(f"Invalid wake_up tags: {', '.join(unknown)}; known: {', '.join(WAKE_UP_TAGS)}")
         memory = None if tags is None else [tag for tag in tags if tag != "scheduling"]
-        if memory != [] and self.executor.is_sleeping:
+        if memory != [] and self._is_asleep:
             self.executor.wake_up(memory)
-        if not self.executor.is_sleeping:
+            self._is_asleep = self.executor.is_sleeping
+        if not self._is_asleep:
             self.resume_scheduler()
 
     def fail_pauses(self, why: str) -> None:
@@ -221,7 +224,7 @@ class EngineCore:
     def _pause(self, mode: str, then: Callable[[], None]) -> Future[None] | None:
         if mode not in get_args(PauseMode):
             raise ValueError(f"Invalid pause mode: {mode}")
-        if mode == "wait" and self.executor.is_sleeping and self.scheduler.num_running:
+        if mode == "wait" and self._is_asleep and self.scheduler.num_running:
             raise ValueError("the requests kept by this pause cannot finish while the executor sleeps; call wake_up")
         if mode == "abort":
             self.scheduler.abort_all()
@@ -240,13 +243,14 @@ class EngineCore:
             self.executor.abort_requests(aborts)
 
     def _clear_cache(self) -> None:
-        if self.capabilities.prefix_caching and not self.executor.is_sleeping:
+        if self.capabilities.prefix_caching and not self._is_asleep:
             self.reset_prefix_cache(reset_running_requests=True)
 
     def _fall_asleep(self, level: int) -> None:
-        if not self.executor.is_sleeping:
+        if not self._is_asleep:
             self._clear_cache()
             self.executor.sleep(level)
+            self._is_asleep = self.executor.is_sleeping
 
     # Utilities of the executor.
 

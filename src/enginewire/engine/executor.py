@@ -117,12 +117,15 @@ class Executor(ABC):
         return ExecutorStats()
 
     def shutdown(self) -> None:  # noqa: B027 - most have nothing to release
-        """Release everything. Called once; no other call follows."""
+        """Release everything. Called once; no other call follows. Not called when the process is killed."""
 
     # What follows is optional; the default answers a utility call with a clear failure.
 
     def sleep(self, level: int) -> None:
-        """Give up memory: level 1 weights and KV cache, to be restored; level 2 everything."""
+        """Give up memory: level 1 weights and KV cache, to be restored; level 2 everything.
+
+        Requests may be live (pause mode ``keep``): they go on after :meth:`wake_up`, recomputed if need be.
+        """
         raise self._not_offered("sleep")
 
     def wake_up(self, tags: list[str] | None = None) -> None:

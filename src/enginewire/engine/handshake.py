@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 import msgspec
@@ -27,6 +28,9 @@ INIT_TIMEOUT_S: Final = 300.0
 
 LINGER_MS: Final = 5000
 """For READY to leave after the socket is closed."""
+
+SIGNAL_CHECK_MS: Final = 500
+"""How often waiting is interrupted: a signal that comes just before it begins does not end it."""
 
 MAX_INIT_BYTES: Final = 1 << 20
 """Room for thousands of addresses."""
@@ -54,8 +58,10 @@ class Handshake:
             EngineStartupError: no answer in time, or one that cannot be followed.
         """
         self._say("HELLO")
-        if not self._socket.poll(int(timeout_s * 1000)):
-            raise self._error(f"did not receive a response from the frontend at {self._address} within {timeout_s:g} s")
+        deadline = time.monotonic() + timeout_s
+        while not self._socket.poll(SIGNAL_CHECK_MS):
+            if time.monotonic() >= deadline:
+                raise self._error(f"no response from the frontend at {self._address} within {timeout_s:g} s")
         frames = self._socket.recv_multipart()
         try:
             addresses = MsgpackDecoder(EngineHandshakeMetadata).decode(frames[-1:]).addresses

@@ -8,6 +8,7 @@ The other way goes at most one message: a :class:`~enginewire.engine.spec.DeathN
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -50,11 +51,12 @@ def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         engine.request_shutdown()
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    wake_up_for_signals(engine.wake)
     try:
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        wake_up_for_signals(engine.wake)
         engine.start()
+        gc.freeze()  # what is there now stays; no use in looking through it again and again
         stage = "running"
         engine.run_busy_loop()
     except StoppedWhileStarting:

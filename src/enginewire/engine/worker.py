@@ -12,6 +12,7 @@ StepInput), ``C`` call (``[method, args, kwargs]``), ``Q`` quit. Answers: ``l`` 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -136,6 +137,7 @@ class Worker:
         loaded = Loaded(
             capacity=executor.capacity, capabilities=executor.capabilities, is_sleeping=executor.is_sleeping
         )
+        gc.freeze()  # what is there now stays; no use in looking through it again and again
         self._answer(LOADED, loaded)
         return executor
 

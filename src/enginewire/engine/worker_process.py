@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 QUIT_TIMEOUT_S: Final = 2.0
 """How long the child may take to leave when told to. The client's own limit for the engine is 5 s."""
 
+SIGNAL_CHECK_S: Final = 0.5
+"""How often waiting for an answer is interrupted: a signal that comes just before it begins does not end it."""
+
 
 class ExecutorProcessDied(AlreadyDescribed):
     """The executor's process is gone; its text is the cause.
@@ -70,7 +73,8 @@ class ExecutorProcess(Executor):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "enginewire.engine.worker", str(theirs.fileno()), str(os.getpid())],
+                # -P: the current folder must not shadow modules.
+                [sys.executable, "-P", "-m", "enginewire.engine.worker", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # Our own import path: it may have been extended since this interpreter started.
@@ -96,11 +100,11 @@ class ExecutorProcess(Executor):
         """End the child, after its current command or, if it is not worth waiting for, at once."""
         self._quitting = True
         if wait:
+            self._send(QUIT)
             try:
-                self._channel.send(QUIT)
                 self._process.wait(QUIT_TIMEOUT_S)
-            except (OSError, subprocess.TimeoutExpired):
-                logger.warning("the executor's process does not leave; killing it")
+            except subprocess.TimeoutExpired:
+                logger.warning("the executor's process does not leave within %g s; killing it", QUIT_TIMEOUT_S)
         self._kill()
 
     def _kill(self) -> None:
@@ -191,7 +195,7 @@ class ExecutorProcess(Executor):
 
     def _ask(self, message: bytes) -> memoryview:
         self._send(message)
-        answer = self._answers.get()
+        answer = self._next_answer()
         if isinstance(answer, ExecutorProcessDied):
             self._answers.put(answer)  # for whoever asks next
             raise answer
@@ -199,6 +203,13 @@ class ExecutorProcess(Executor):
         if kind == RAISED:
             raise ExecutorCallError(msgspec.msgpack.decode(payload, type=str))
         return payload
+
+    def _next_answer(self) -> tuple[bytes, memoryview] | ExecutorProcessDied:
+        while True:
+            try:
+                return self._answers.get(timeout=SIGNAL_CHECK_S)
+            except queue.Empty:
+                continue  # the handler of a signal has run, if there was one
 
     def _send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # it is gone; the reader says why, to everybody who waits

@@ -71,7 +71,7 @@ class LaunchedEngine:
         ours, theirs = socket.socketpair()
         with theirs, open(log, "wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "enginewire.engine.main", "--lifeline-fd", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=stderr,
@@ -251,8 +251,10 @@ class MockFrontend:
 
     def forget(self) -> None:
         """Start over: nothing has been received."""
-        for kept in (*self.messages, *self._by_request):
-            kept.clear()
+        for messages in self.messages:
+            messages.clear()
+        for outputs in self._by_request:
+            outputs.clear()
 
     # Waiting.
 

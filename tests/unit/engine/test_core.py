@@ -353,8 +353,8 @@ def test_utilities_that_read() -> None:
     assert core.get_kv_cache_group_metadata() == [
         {"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None}
     ]
-    assert core.reset_mm_cache() is None
-    assert core.reset_encoder_cache() is None
+    assert invoke_utility(core, "reset_mm_cache", []) is None
+    assert invoke_utility(core, "reset_encoder_cache", []) is None
     assert core.reset_prefix_cache() is True
     assert {name for name, when in UTILITIES.items() if when is Answered.AT_ONCE} == {
         "get_supported_tasks",
