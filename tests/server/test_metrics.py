@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -142,6 +144,15 @@ def test_every_name_of_the_dashboards_is_there_before_anything_happened(state: S
     assert [name for name in DASHBOARD if name not in found] == []
     reasons = {dict(labels)["finished_reason"] for labels in found["vllm:request_success_total"]}
     assert reasons == {"stop", "length", "abort", "error", "repetition"}
+
+
+def test_the_document_lists_every_metric_and_no_other(state: ServerState) -> None:
+    text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    documented = set(re.findall(r"^\| `((?:vllm|enginewire):\w+)` \| (\w+) ", text, re.MULTILINE))
+    families = ServerMetrics(state).collect()
+    suffix = {"counter": "_total", "info": "_info"}
+    types = {"info": "gauge"}
+    assert documented == {(f.name + suffix.get(f.type, ""), types.get(f.type, f.type)) for f in families}
 
 
 def test_every_engine_series_names_the_model_and_the_engine(state: ServerState) -> None:
