@@ -66,7 +66,7 @@ def clock() -> Clock:
 @pytest.fixture
 def state(clock: Clock) -> ServerState:
     config = EngineConfig.create("echo", max_model_len=4096)
-    return ServerState(config, 'a "model"\\', num_queued=lambda: 7, now=clock)
+    return ServerState(config, 'a "model"\\', num_in_flight=lambda: 7, now=clock)
 
 
 def samples(state: ServerState) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -178,7 +178,7 @@ def test_gauges_are_those_of_the_last_report(state: ServerState) -> None:
     assert value(state, "vllm:num_requests_running") == 3
     assert value(state, "vllm:num_requests_waiting") == 2
     assert value(state, "vllm:kv_cache_usage_perc") == 0.5
-    assert value(state, "enginewire:num_requests_queued") == 7
+    assert value(state, "enginewire:num_completions_in_flight") == 7
 
 
 def test_latencies_fall_into_the_buckets_of_vllm(state: ServerState) -> None:
@@ -254,7 +254,7 @@ def test_a_snapshot_is_plain_json(state: ServerState, clock: Clock) -> None:
     state.record(0, None, IterationStats(1008.5, num_generation_tokens=50))
     read = msgspec.json.decode(msgspec.json.encode(state.snapshot()))
     (engine,) = read["engines"]
-    assert (read["model"], read["uptime_s"], read["num_requests_queued"]) == ('a "model"\\', 10.0, 7)
+    assert (read["model"], read["uptime_s"], read["num_in_flight"]) == ('a "model"\\', 10.0, 7)
     assert (engine["health"], engine["generation_tokens_per_s"]) == ("ready", 10.0)
     assert engine["generation_history"][-3:] == [0, 50, 0]
     assert len(engine["generation_history"]) == HISTORY_S

@@ -126,13 +126,13 @@ class ServerMetrics(Collector):
         )
         cache.add_metric((model, "0", str(state.config.block_size), str(state.config.num_gpu_blocks)), 1)
         yield cache
-        queued = GaugeMetricFamily(
-            "enginewire:num_requests_queued",
-            "Requests that wait in the server, before the engine.",
+        in_flight = GaugeMetricFamily(
+            "enginewire:num_completions_in_flight",
+            "Completions that the server is busy with.",
             labels=["model_name"],
         )
-        queued.add_metric([model], state.num_queued())
-        yield queued
+        in_flight.add_metric([model], state.num_in_flight())
+        yield in_flight
         responses = CounterMetricFamily(
             "enginewire:http_requests", "HTTP responses.", labels=["endpoint", "method", "status"]
         )

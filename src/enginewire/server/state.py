@@ -128,7 +128,7 @@ class ServerState:
     Args:
         config: the engine's, with what it reported.
         model_name: under which it is served.
-        num_queued: tells how many requests wait in the server, before the engine.
+        num_in_flight: tells how many completions the server is busy with, wherever they are.
         now: gives monotonic seconds.
 
     Attributes:
@@ -141,12 +141,12 @@ class ServerState:
         config: EngineConfig,
         model_name: str,
         *,
-        num_queued: Callable[[], int] = lambda: 0,
+        num_in_flight: Callable[[], int] = lambda: 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.model_name = model_name
-        self.num_queued = num_queued
+        self.num_in_flight = num_in_flight
         self._now = now
         self._start = now()
         self._engines: dict[int, EngineState] = {}
@@ -218,7 +218,7 @@ class ServerState:
             max_model_len=self.config.max_model_len,
             uptime_s=now - self._start,
             num_requests_served=sum(sum(engine.finished.values()) for engine in self.engines),
-            num_requests_queued=self.num_queued(),
+            num_in_flight=self.num_in_flight(),
             num_disconnects=self.disconnects.total(),
             engines=[_engine_snapshot(engine, now) for engine in self.engines],
         )
@@ -264,7 +264,7 @@ class StateSnapshot:
         max_model_len: most tokens of prompt and output together.
         uptime_s: seconds since the server's start.
         num_requests_served: completions that ended, however they did.
-        num_requests_queued: waiting in the server, before the engine.
+        num_in_flight: completions that the server is busy with, wherever they are.
         num_disconnects: requests whose client went away.
         engines: by index.
     """
@@ -274,7 +274,7 @@ class StateSnapshot:
     max_model_len: int | None
     uptime_s: float
     num_requests_served: int
-    num_requests_queued: int
+    num_in_flight: int
     num_disconnects: int
     engines: Sequence[EngineSnapshot]
 
