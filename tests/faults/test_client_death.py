@@ -1,0 +1,215 @@
+"""An engine process dies: everybody who waits hears of it within two seconds, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_executors import InChildProcess, Obedient
+
+from client_harness import MP_FACES, PATIENCE_S, Face, echo_face, fake_python, make_client, mp_client, request
+from enginewire import EngineConfig, EngineDeadError
+from enginewire.testing import wait_until
+
+TOLD_WITHIN_S = 2.0
+
+
+def engine_pid(face: Face) -> int:
+    """Return the engine's process id."""
+    manager = mp_client(face).resources.engine_manager
+    assert manager is not None
+    return manager.processes[0].popen.pid
+
+
+@pytest.fixture(params=MP_FACES)
+def face(request: pytest.FixtureRequest) -> Iterator[Face]:
+    with echo_face(request.param, Obedient, executor_options={"step_time_s": 0.01}) as face:
+        yield face
+
+
+def test_a_killed_engine_fails_requests_and_calls_and_names_the_signal(face: Face) -> None:
+    """C-26, C-27; defect 16; issue 2: all fail within 2 s and name the signal."""
+    face.add_request(request("a", max_tokens=100_000))
+    face.get_output()
+    calls = [face.start("call_utility", "collective_rpc", "hang") for _ in range(4)]
+    wait_until(lambda: face.pending_calls() == 4, PATIENCE_S, "four calls")
+
+    def drain() -> Any:
+        while True:
+            face.get_output()
+
+    os.kill(engine_pid(face), signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"engine 0 is dead: killed by signal 9 \(SIGKILL\)") as caught:
+        drain()
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            call.result(PATIENCE_S)
+    assert time.monotonic() - killed < TOLD_WITHIN_S
+    death = caught.value.death
+    assert (death.engine_index, death.exit_code) == (0, -9)
+    assert any("ready" in line for line in death.log_tail)
+    assert face.pending_calls() == 0
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        face.add_request(request("b"))
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        face.is_sleeping()
+    face.abort_requests(["a"])
+
+
+def test_sending_in_the_moment_of_death_names_the_signal_too(face: Face) -> None:
+    """C-27: the connection is gone some milliseconds before the exit status is known."""
+    os.kill(engine_pid(face), signal.SIGKILL)
+
+    def send_until_refused() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        for i in range(1_000_000):
+            assert time.monotonic() < deadline
+            face.add_request(request(f"r{i}"))
+
+    with pytest.raises(EngineDeadError, match=r"killed by signal 9 \(SIGKILL\)"):
+        send_until_refused()
+
+
+def test_an_idle_engines_death_is_noticed_within_a_second(face: Face) -> None:
+    """C-26."""
+    os.kill(engine_pid(face), signal.SIGSEGV)
+    killed = time.monotonic()
+    wait_until(lambda: face.client.engine_dead, PATIENCE_S, "the note of its death")
+    assert time.monotonic() - killed < 1.0
+    with pytest.raises(EngineDeadError, match=r"signal 11 \(SIGSEGV\)"):
+        face.get_output()
+
+
+def test_an_engine_that_exits_gives_its_status_and_its_last_lines(face: Face) -> None:
+    """C-27."""
+    with pytest.raises(EngineDeadError, match="exited with status 3") as caught:
+        face.collective_rpc("exit", args=(3,))
+    assert caught.value.death.exit_code == 3
+    assert "told to exit" in str(caught.value)
+
+
+def test_even_an_exit_with_status_zero_is_a_death(face: Face) -> None:
+    """Protocol I.2: any exit that nobody asked for."""
+    with pytest.raises(EngineDeadError, match="exited with status 0"):
+        face.collective_rpc("exit", args=(0,))
+
+
+def test_the_engines_children_go_with_it(face: Face) -> None:
+    """Issue 2: it takes its own children along."""
+    (child,) = face.collective_rpc("spawn")
+    os.kill(engine_pid(face), signal.SIGKILL)
+    wait_until(lambda: not is_running(child), PATIENCE_S, "the end of the engine's child")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+def test_a_loop_that_raises_says_what_and_where(kind: str) -> None:
+    """C-27; issue 2: cause and traceback tail in the error."""
+    with echo_face(kind, executor_options={"fail_at_step": 2}) as face:
+        face.add_request(request("a", max_tokens=10))
+
+        def drain() -> None:
+            while True:
+                face.get_output()
+
+        with pytest.raises(EngineDeadError, match=r"engine 0 is dead: RuntimeError: .*step 2") as caught:
+            drain()
+        text = str(caught.value)
+        assert "Traceback (most recent call last)" in text
+        assert "echo.py" in text
+        assert caught.value.death.exit_code == 1
+
+
+def test_a_killed_child_of_the_engine_is_the_cause() -> None:
+    """C-27: when a child of the engine was killed, that is the cause."""
+    with echo_face("sync", InChildProcess) as face:
+        (pid,) = face.collective_rpc("pid")
+        assert pid != engine_pid(face)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"killed by signal 9 \(SIGKILL\)") as caught:
+            face.get_output()
+        assert caught.value.death.exit_code == 1
+
+
+def test_the_first_cause_stays() -> None:
+    """Rule 5 of the style guide."""
+    with echo_face("sync", Obedient) as face:
+        os.kill(engine_pid(face), signal.SIGKILL)
+        causes = set()
+        for _ in range(3):
+            with pytest.raises(EngineDeadError) as caught:
+                face.get_output()
+            causes.add(caught.value.death)
+        assert len(causes) == 1
+
+
+MARKER_THEN = """
+engine = MockEngine(spec.handshake_address, local=True, headless=False)
+engine.__enter__()
+engine.wait_started(60)
+print("something terrible happened", flush=True)
+engine.expect_add(60)
+engine.die()
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "cause"),
+    [
+        ("os._exit(5)", "exited with status 5"),
+        ("wait_for_parent()", "it reported a fatal error, and its process has not ended since"),
+    ],
+)
+def test_after_the_death_marker_the_exit_status_is_waited_for_a_second(
+    then: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-27: the marker holds no cause, so the process's end is waited for, but not for ever."""
+    monkeypatch.setattr("sys.executable", fake_python(tmp_path, MARKER_THEN + then))
+    with make_client("sync", EngineConfig.create("echo", forward_engine_log=False)) as client:
+        client.add_request(request())
+        began = time.monotonic()
+        with pytest.raises(EngineDeadError, match=cause) as caught:
+            client.get_output(timeout=PATIENCE_S)
+        assert time.monotonic() - began < TOLD_WITHIN_S + 1
+        assert "something terrible happened" in str(caught.value)
+
+
+def test_an_engine_whose_child_holds_its_streams_is_noticed_all_the_same() -> None:
+    """C-26: no end of file comes then, and the exit status is looked at."""
+    with echo_face("sync", Obedient) as face:
+        face.collective_rpc("spawn")  # inherits the engine's output
+        os.kill(engine_pid(face), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            face.get_output()
+
+
+def test_an_engine_that_floods_its_log_keeps_the_tail_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-27: bounded in lines and in their length."""
+    flood = """
+for i in range(2000):
+    print("line", i)
+print("x" * 1_000_000)
+print("the end", flush=True)
+os._exit(1)
+"""
+    from enginewire.errors import EngineStartupError
+
+    monkeypatch.setattr("sys.executable", fake_python(tmp_path, flood))
+    with pytest.raises(EngineStartupError) as caught:
+        make_client("sync", EngineConfig.create("echo", forward_engine_log=False))
+    assert caught.value.log_tail[-1] == "the end"
+    assert len(caught.value.log_tail) <= 40
+    assert max(map(len, caught.value.log_tail)) <= 4096
