@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -149,11 +151,29 @@ def import_openvino() -> tuple[Any, Any]:
         ConfigError: they are not installed.
     """
     try:
-        import openvino
-        import openvino_genai
+        with _without_telemetry():
+            import openvino
+            import openvino_genai
     except ImportError as exc:
         raise ConfigError(
             f"the openvino executor needs OpenVINO GenAI, which cannot be imported ({exc}); "
             "install it with: pip install 'enginewire[openvino]'"
         ) from exc
     return openvino_genai, openvino
+
+
+@contextlib.contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """Hide ``openvino_telemetry`` from an import of OpenVINO, which does without it then.
+
+    It starts a thread and reports the use of OpenVINO to its makers unless the user has opted out.
+    """
+    name = "openvino_telemetry"
+    if name in sys.modules:  # somebody else has imported it
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # documented: makes the import fail
+    try:
+        yield
+    finally:
+        del sys.modules[name]
