@@ -8,8 +8,8 @@ that can be written on top of the library: it adds, steps and reads token ids. `
 two process boundaries, applies stop rules and makes text.
 
 Prints a table and, last, one line of JSON. ``ratio`` is the median of the rounds' own ratios. On a machine that is busy
-with other things the other two say more: ``best`` compares the best round of each side, ``cpu`` the tokens per second of
-CPU time, of all processes.
+with other things the other two say more: ``best`` compares the best round of each side, ``cpu`` the tokens per second
+of CPU time, of all processes.
 """
 
 from __future__ import annotations
