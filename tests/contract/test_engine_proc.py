@@ -31,6 +31,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[MockFrontend]:
         options = {"step_time_s": 0.002}
         frontend.launch(config(request.param, executor_options=options, max_model_len=2000), sys_path=[SUPPORT])
         frontend.shake_hands()
+        frontend.utility("is_sleeping")  # now every connection is made, and none looks like a test's leak
         yield frontend
 
 

@@ -127,13 +127,16 @@ def test_a_signal_while_the_model_loads_ends_it_at_once_and_cleanly(executor: st
         )
         frontend.expect_handshake("HELLO")
         frontend.send_init()
-        wait_until(lambda: "loading" in engine.read_log(), 5, "loading")
+        marker = "loading model" if executor == "echo" else "loading in pid"
+        wait_until(lambda: marker in engine.read_log(), 5, "loading")
         children = psutil.Process(engine.pid).children()
         engine.process.send_signal(signal.SIGTERM)
         assert engine.wait_exit() == 0
         assert engine.death_note() is None
         assert "stopped while starting" in engine.read_log()
-        assert not any(child.is_running() for child in children)
+        assert len(children) == (executor != "echo")
+        for child in children:
+            wait_until(lambda child=child: not child.is_running(), 5, "the end of the executor's process")
 
 
 def test_a_signal_while_it_waits_for_init_ends_it() -> None:

@@ -98,6 +98,18 @@ def test_an_executors_process_that_dies_while_nothing_runs_is_noticed() -> None:
         assert note.cause == "executor process killed by signal 11 (SIGSEGV)"
 
 
+def test_the_death_of_an_executors_process_is_noticed_although_a_fork_of_it_lives() -> None:
+    with MockFrontend() as frontend:
+        engine = launched(frontend, "stub_executors:Forks")
+        frontend.shake_hands()
+        (child,) = frontend.utility("collective_rpc", "pid")
+        (fork,) = psutil.Process(child).children()
+        os.kill(child, signal.SIGKILL)
+        frontend.wait_death_marker()
+        assert engine.wait_exit() == 1
+        os.kill(fork.pid, signal.SIGKILL)
+
+
 def test_an_executors_process_that_dies_in_a_call_ends_the_engine_too() -> None:
     with MockFrontend() as frontend:
         engine = launched(frontend, "stub_executors:HoldsGil")

@@ -16,7 +16,7 @@ from enginewire.wire.messages import EngineCoreRequest, FinishReason, PoolingPar
 from enginewire.wire.sampling import SamplingParams
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
-TWENTY = ["a", [1, 2], None, {}, None, 0.0, None, None, None]
+TWENTY: list[object] = ["a", [1, 2], None, {}, None, 0.0, None, None, None]
 
 
 def packed(value: object) -> bytes:
@@ -30,6 +30,8 @@ def shared() -> Iterator[MockFrontend]:
         settings = {"log_stats": False, "max_frames": 8, "max_frame_bytes": 1 << 20}
         frontend.launch(EngineConfig.create("echo", executor_options=options, **settings))
         frontend.shake_hands()
+        for client_index in (0, 1):  # now every connection is made, and none looks like a test's leak
+            frontend.wait_answer(frontend.call("is_sleeping", client_index=client_index), client_index=client_index)
         yield frontend
 
 

@@ -33,6 +33,15 @@ class HoldsGil(EchoExecutor):
         return super().collective_rpc(method, timeout, args, kwargs)
 
 
+class Forks(HoldsGil):
+    """Forks a process that keeps every descriptor open and outlives it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if os.fork() == 0:
+            signal.pause()
+
+
 class HogsGil(HoldsGil):
     """Its steps hold the interpreter lock for ``step_time_s``, as native code may."""
 

@@ -55,9 +55,13 @@ class Channel:
             return None
         return message if len(message) == length else None
 
-    def close(self) -> None:
-        """Close; a receiver in another thread is woken. Idempotent."""
+    def hang_up(self) -> None:
+        """Expect nothing more: a receiver, in another thread too, gets what has arrived and then ``None``."""
         with contextlib.suppress(OSError):  # closed before, or the peer is gone: either way nobody waits
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close; a receiver in another thread is woken. Idempotent."""
+        self.hang_up()
         self._reader.close()
         self._socket.close()

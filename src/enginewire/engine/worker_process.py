@@ -81,6 +81,8 @@ class ExecutorProcess(Executor):
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         self._channel = Channel(ours)
+        self._waiter = threading.Thread(target=self._wait, name="executor-waiter", daemon=True)
+        self._waiter.start()
         self._reader = threading.Thread(target=self._read, name="executor-reader", daemon=True)
         self._reader.start()
         try:
@@ -101,16 +103,15 @@ class ExecutorProcess(Executor):
         self._quitting = True
         if wait:
             self._send(QUIT)
-            try:
-                self._process.wait(QUIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+            self._waiter.join(QUIT_TIMEOUT_S)
+            if self._waiter.is_alive():
                 logger.warning("the executor's process does not leave within %g s; killing it", QUIT_TIMEOUT_S)
         self._kill()
 
     def _kill(self) -> None:
         self._quitting = True
         self._process.kill()
-        self._process.wait()
+        self._waiter.join()
         self._reader.join()
         self._channel.close()
 
@@ -215,6 +216,11 @@ class ExecutorProcess(Executor):
         with contextlib.suppress(OSError):  # it is gone; the reader says why, to everybody who waits
             self._channel.send(message)
 
+    def _wait(self) -> None:
+        """End the reader with the child, even if a process that the child forked keeps the channel open."""
+        self._process.wait()
+        self._channel.hang_up()
+
     def _read(self) -> None:
         """Hand on what the child says, until its end; in a thread of its own."""
         decoder = msgspec.msgpack.Decoder(StepOutput)
@@ -231,11 +237,11 @@ class ExecutorProcess(Executor):
         except Exception as exc:  # noqa: BLE001 - a reader that ends in silence leaves the engine waiting
             note = DeathNote.of("running", exc)
             self._process.kill()
-        exit_code = self._process.wait()
+        self._waiter.join()
         if self._quitting:
             return
         if note is None:
-            died = ExecutorProcessDied(f"executor process {describe_exit(exit_code)}")
+            died = ExecutorProcessDied(f"executor process {describe_exit(self._process.returncode)}")
         else:
             died = ExecutorProcessDied(note.cause, note.traceback_tail)
         self._answers.put(died)

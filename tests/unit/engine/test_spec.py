@@ -31,7 +31,12 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 def test_messages_arrive_whole_and_in_order(channels: tuple[Channel, Channel]) -> None:
     ours, theirs = channels
     large = bytes(range(256)) * 8192
-    sender = threading.Thread(target=lambda: [ours.send(message) for message in (b"", b"a", large)])
+
+    def send() -> None:
+        for message in (b"", b"a", large):
+            ours.send(message)
+
+    sender = threading.Thread(target=send)
     sender.start()
     assert [theirs.receive() for _ in range(3)] == [b"", b"a", large]
     sender.join()
@@ -54,7 +59,7 @@ def test_closing_wakes_a_receiver_in_another_thread(channels: tuple[Channel, Cha
     received: list[bytes | None] = []
     thread = threading.Thread(target=lambda: received.append(ours.receive()))
     thread.start()
-    ours._socket.shutdown(socket.SHUT_RDWR)
+    ours.hang_up()
     thread.join(10)
     assert received == [None]
 
