@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -401,3 +403,12 @@ def test_what_an_executor_prints_does_not_reach_standard_output(capfd: pytest.Ca
     assert "printed by the executor" in log
     assert "printed by a child" in log
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("module", ["enginewire.engine.main", "enginewire.engine.worker", "enginewire.executors"])
+def test_an_engine_process_loads_no_numpy_until_it_is_needed(module: str) -> None:
+    """It is a fifth of a second of every start."""
+    heavy = {"numpy", "asyncio", "openvino", "openvino_genai", "tokenizers", "cloudpickle"}
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.strip() == "[]"
