@@ -77,6 +77,8 @@ class Obedient(EchoExecutor):
                 return [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid]
             case "hang":
                 threading.Event().wait()
+            case "big":
+                return ["x" * args[0]]
             case "pid":
                 return [os.getpid()]
         return super().collective_rpc(method, timeout, args, kwargs)

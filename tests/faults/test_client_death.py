@@ -213,3 +213,13 @@ os._exit(1)
     assert caught.value.log_tail[-1] == "the end"
     assert len(caught.value.log_tail) <= 40
     assert max(map(len, caught.value.log_tail)) <= 4096
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+def test_an_output_beyond_the_limit_ends_the_engine_rather_than_a_wait(kind: str) -> None:
+    """ZeroMQ refuses such a frame by dropping the connection: what was in it would be waited for in vain."""
+    with echo_face(kind, Obedient, max_frame_bytes=100_000) as face:
+        assert face.collective_rpc("big", args=(99_000,))
+        call = face.start("collective_rpc", "big", args=(100_000,))
+        with pytest.raises(EngineDeadError, match=r"connection to it was lost.*max_frame_bytes \(100000\)"):
+            call.result(PATIENCE_S)

@@ -103,8 +103,7 @@ class MPClient(EngineCoreClient):
         resources.input_socket, input_address = bind_router(resources.context, endpoints.input, limit)
         resources.output_socket, output_address = bind_pull(resources.context, endpoints.output, limit)
         launches = client_addresses is None and self.config.starts_engines
-        if not launches:
-            self._peer_watches = [PeerWatch(resources.input_socket), PeerWatch(resources.output_socket)]
+        self._peer_watches = [PeerWatch(resources.input_socket), PeerWatch(resources.output_socket)]
         startup = EngineStartup(
             [self.engine_index],
             local=launches,
@@ -161,7 +160,7 @@ class MPClient(EngineCoreClient):
             if client is None:
                 return
             if client.resources.engine_manager is not None:
-                client.resources.engine_manager.expect_death()  # the monitor knows the cause within a second
+                client.resources.engine_manager.expect_death("it reported a fatal error")
             else:
                 cause = "it reported a fatal error; its log is on the host where it runs"
                 client._on_death(EngineDeath(client.engine_index, cause))
@@ -288,9 +287,18 @@ class MPClient(EngineCoreClient):
             for watch in self._peer_watches:
                 watch.settle()
         elif lost:
+            self._connection_lost()
+        return messages
+
+    def _connection_lost(self) -> None:
+        """Take the loss of a connection for the engine's death: outputs may be lost with it, and nobody would know."""
+        manager = self.resources.engine_manager
+        if manager is None:
             cause = "the connection to it was lost; its process ended, or its host is gone or silent"
             self._on_death(EngineDeath(self.engine_index, cause))
-        return messages
+        else:
+            limit = self.config.max_frame_bytes
+            manager.expect_death(f"the connection to it was lost, as by an output beyond max_frame_bytes ({limit})")
 
     def _read_input_socket(self) -> list[Any]:
         socket = self.resources.input_socket

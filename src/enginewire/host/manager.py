@@ -62,7 +62,7 @@ class EngineProcess:
         self.forward_log = forward_log
         self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self.death: EngineDeath | None = None
-        self.marker_deadline: float | None = None
+        self.expected_death: tuple[float, str] | None = None
         self.is_leaving = False
         self._partial_line = b""
         self._words = b""
@@ -230,10 +230,14 @@ class CoreEngineProcManager:
         self._someone_died.wait(timeout)
         return self.first_death()
 
-    def expect_death(self) -> None:
-        """Have a death reported within a second, even if the process does not end: it sent its death marker."""
+    def expect_death(self, sign: str) -> None:
+        """Have a death reported within a second, even if the process does not end.
+
+        Args:
+            sign: of the death, which is the cause if there is no better one: ``"it reported a fatal error"``.
+        """
         for process in self.processes:
-            process.marker_deadline = process.marker_deadline or time.monotonic() + LAST_WORDS_S
+            process.expected_death = process.expected_death or (time.monotonic() + LAST_WORDS_S, sign)
         self._wake()
 
     def log_tail(self, engine_index: int) -> tuple[str, ...]:
@@ -283,7 +287,7 @@ class CoreEngineProcManager:
     def _poll_s(self) -> float:
         """Look again soon while an end is near: a closed lifeline precedes the exit status by milliseconds."""
         is_near = any(
-            process.is_running and (process.is_leaving or process.marker_deadline is not None)
+            process.is_running and (process.is_leaving or process.expected_death is not None)
             for process in self.processes
         )
         return 0.02 if is_near else SENTINEL_POLL_S
@@ -297,9 +301,11 @@ class CoreEngineProcManager:
                     selector.unregister(stream)
             with self._lock:
                 death = process.reap()
-        elif process.death is None and process.marker_deadline and time.monotonic() > process.marker_deadline:
-            cause = "it reported a fatal error, and its process has not ended since"
-            death = EngineDeath(process.engine_index, cause, None, tuple(process.log_tail))
+        elif process.death is None and process.expected_death is not None:
+            deadline, sign = process.expected_death
+            if time.monotonic() > deadline:
+                cause = f"{sign}, and its process has not ended since"
+                death = EngineDeath(process.engine_index, cause, None, tuple(process.log_tail))
         if death is None or process.death is not None:  # the first cause sticks
             return
         with self._lock:
