@@ -19,6 +19,7 @@ from enginewire.errors import EngineClientError, EngineDeadError, EngineStartupE
 COMMANDS: Final = {
     "run": "complete a prompt; stream the text",
     "chat": "talk with a model",
+    "serve": "serve a model over HTTP to OpenAI clients",
     "pull": "fetch a model",
     "models": "list the models that have a name",
 }

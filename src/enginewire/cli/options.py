@@ -1,4 +1,4 @@
-"""The options that ``run`` and ``chat`` share, and what they are turned into."""
+"""The options that commands share, and what they are turned into."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from enginewire.cli.terminal import fetch, status
 from enginewire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from enginewire import LLM, SamplingParams
+    from enginewire import LLM, EngineConfig, SamplingParams
 
 DEFAULT_MODEL_NAME: Final = "smollm2-135m"
 """As in ``enginewire.config``, which takes longer to load than a help text may."""
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *, offers_inproc: bool = True) -> None:
     """Add where and how the engine runs."""
     group = parser.add_argument_group("engine")
     group.add_argument(
@@ -28,7 +28,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="openvino, echo, another registered executor, or module:Class; default: by model",
     )
-    group.add_argument("--inproc", action="store_true", help="run the engine in this process, not in one of its own")
+    if offers_inproc:
+        group.add_argument(
+            "--inproc", action="store_true", help="run the engine in this process, not in one of its own"
+        )
     group.add_argument(
         "--executor-option",
         metavar="KEY=VALUE",
@@ -91,6 +94,33 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
+def engine_config(args: argparse.Namespace, defaults: dict[str, Any]) -> EngineConfig:
+    """Make the engine's settings from the command line, and fetch the model.
+
+    Args:
+        args: of a command that has MODEL and :func:`add_engine_options`.
+        defaults: settings that ``--set`` overrides.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+        ModelError: the model cannot be fetched.
+    """
+    from enginewire.engine.registry import find_executor
+    from enginewire.frontend.setup import make_config
+    from enginewire.models import ALIASES
+
+    if args.engine and ":" in args.engine and "" not in sys.path:
+        sys.path.append("")  # a console script's path lacks the working directory, where module:Class may be
+    settings: dict[str, Any] = {**defaults, **dict(args.set)}
+    if clashes := sorted({"model", "executor", "executor_options"} & set(settings)):
+        raise ConfigError(f"--set cannot set {', '.join(clashes)}: MODEL, --engine and --executor-option do")
+    config = make_config(args.model, args.engine, None, dict(args.executor_option), settings)
+    find_executor(config.executor)  # before a download that an unknown engine would have no use for
+    if config.model in ALIASES:
+        fetch(config.model)
+    return config
+
+
 @contextlib.contextmanager
 def started_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, float]]:
     """Fetch the model, start the engine, load the tokenizer; yield the frontend and how many seconds that took.
@@ -98,19 +128,8 @@ def started_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, float]]:
     The download does not count.
     """
     from enginewire import LLM
-    from enginewire.engine.registry import find_executor
-    from enginewire.frontend.setup import make_config
-    from enginewire.models import ALIASES
 
-    if args.engine and ":" in args.engine and "" not in sys.path:
-        sys.path.append("")  # a console script's path lacks the working directory, where module:Class may be
-    settings: dict[str, Any] = {"forward_engine_log": args.verbose, **dict(args.set)}
-    if clashes := sorted({"model", "executor", "executor_options"} & set(settings)):
-        raise ConfigError(f"--set cannot set {', '.join(clashes)}: MODEL, --engine and --executor-option do")
-    config = make_config(args.model, args.engine, None, dict(args.executor_option), settings)
-    find_executor(config.executor)  # before a download that an unknown engine would have no use for
-    if config.model in ALIASES:
-        fetch(config.model)
+    config = engine_config(args, {"forward_engine_log": args.verbose})
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         with status(f"loading {config.model} …", enabled=not args.verbose):

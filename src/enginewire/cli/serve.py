@@ -1,0 +1,126 @@
+"""``enginewire serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from enginewire.cli.options import DEFAULT_MODEL_NAME, add_engine_options, engine_config
+from enginewire.cli.terminal import say
+from enginewire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from enginewire.server.settings import ServerSettings
+
+USAGE = "[MODEL] [options]"
+
+DESCRIPTION = """\
+Serve a model to OpenAI clients: /v1/completions, /v1/chat/completions and more; / is a page to try it.
+
+SIGTERM or Ctrl-C lets running requests finish; a second one leaves at once."""
+
+EXAMPLES = """\
+  enginewire serve
+  enginewire serve echo --port 0
+  enginewire serve ./model.gguf --host 0.0.0.0 --api-key "$KEY" --max-queue 100"""
+
+API_KEY_VARIABLE: Final = "ENGINEWIRE_API_KEY"
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments. Their defaults are those of ``ServerSettings``, which takes longer to load than a help may."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=f"alias, path of a .gguf file or model folder, or echo (default: {DEFAULT_MODEL_NAME})",
+    )
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="0: any free one, printed (default: %(default)s)")
+    add("--served-model-name", action="append", metavar="NAME", help="name in requests; repeatable (default: MODEL's)")
+    add("--api-key", action="append", metavar="KEY", help=f"wanted from clients; repeatable; also ${API_KEY_VARIABLE}")
+    add("--admin", action="store_true", help="have /sleep, /pause, /collective_rpc and their like")
+    add("--max-queue", type=int, default=1024, metavar="N", help="completions that may wait (default: %(default)s)")
+    add("--max-body-bytes", type=int, default=32 << 20, metavar="N", help="largest request (default: %(default)s)")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long running requests may go on after SIGTERM (default: %(default)g)",
+    )
+    add(
+        "--stall-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="not ready after so long without progress (default: %(default)g)",
+    )
+    add("--exit-on-engine-death", action="store_true", help="end with a non-zero status when the engine dies")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
+    add_engine_options(parser, offers_inproc=False)
+    engine = parser.add_argument_group("engine limits").add_argument
+    engine("--max-model-len", type=int, metavar="N", help="most tokens of prompt and output together")
+    engine("--max-num-seqs", type=int, metavar="N", help="most completions that the engine runs at once")
+
+
+def execute(args: argparse.Namespace) -> None:
+    """Run the command."""
+    try:
+        import uvloop
+
+        from enginewire.server.run import serve
+    except ImportError as exc:
+        raise ConfigError(f'the server needs more packages ({exc}): pip install "enginewire[serve]"') from exc
+    limits = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
+    config = engine_config(args, {name: value for name, value in limits.items() if value is not None})
+    settings = _settings(args, config.model)
+    set_up_logging(args.log_level)
+    status = uvloop.run(serve(config, settings, lambda url: _say_ready(settings.model_name, url)))
+    if status:
+        raise SystemExit(status)
+
+
+def _settings(args: argparse.Namespace, model: str) -> ServerSettings:
+    from enginewire.server.settings import ServerSettings, default_model_name
+
+    keys = args.api_key or [key for key in (os.environ.get(API_KEY_VARIABLE),) if key]
+    return ServerSettings(
+        host=args.host,
+        port=args.port,
+        served_model_names=tuple(args.served_model_name or [default_model_name(model)]),
+        api_keys=tuple(keys),
+        admin=args.admin,
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_bytes,
+        shutdown_timeout_s=args.shutdown_timeout,
+        stall_timeout_s=args.stall_timeout,
+        exit_on_engine_death=args.exit_on_engine_death,
+    )
+
+
+def set_up_logging(level: str) -> None:
+    """Have everything logged in logfmt on stderr."""
+    from enginewire.server.access_log import LogfmtFormatter
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogfmtFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # we say ourselves when we start and stop
+
+
+def _say_ready(model: str, url: str) -> None:
+    """Print where it is; on stdout, for programs that start this one."""
+    try:
+        sys.stdout.write(f"Serving {model} at {url}\n")
+        sys.stdout.flush()
+    except OSError:  # nobody reads it
+        say(f"Serving {model} at {url}")

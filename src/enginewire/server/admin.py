@@ -1,0 +1,190 @@
+"""Endpoints that stop, change and look into the engine. They exist with ``--admin`` only."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from enginewire.errors import InvalidRequestError
+from enginewire.server.body import decode_body
+from enginewire.server.context import Context, Endpoint, QueryParameter
+from enginewire.server.http import Reply, Request, json_response
+
+
+class Done(Struct):
+    """It is done."""
+
+    status: Literal["ok"] = "ok"
+
+
+class IsSleeping(Struct):
+    """Whether the engine sleeps or is paused."""
+
+    is_sleeping: bool
+
+
+class IsPaused(Struct):
+    """Whether the engine is paused."""
+
+    is_paused: bool
+
+
+class ResetResponse(Struct):
+    """Whether the cache is empty now; running requests may hold parts of it."""
+
+    success: bool
+
+
+class CollectiveRPCRequest(Struct, kw_only=True):
+    """Which method of the workers to call, with what. ``timeout`` is seconds."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+class CollectiveRPCResponse(Struct):
+    """One result per worker."""
+
+    results: list[Any]
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+MODE = QueryParameter(name="mode", type=PauseMode, summary="What happens to running requests; default: abort.")
+
+
+async def sleep(context: Context, request: Request) -> Reply:
+    """Pause the engine and have it give up memory."""
+    level = _query(request, "level", int, 1)
+    mode = _query(request, "mode", PauseMode, "abort")
+    offered = (0, *context.llm.config.capabilities.sleep_levels)
+    if level not in offered:
+        raise InvalidRequestError(
+            f"this engine does not sleep at level {level}; it offers {', '.join(map(str, offered))}", parameter="level"
+        )
+    await context.llm.sleep(level, mode)
+    context.monitor.sleeping(level > 0)
+    await context.monitor.refresh()
+    return json_response(Done())
+
+
+async def wake_up(context: Context, request: Request) -> Reply:
+    """Undo sleep, or parts of it."""
+    tags = [tag for tag in request.query.get("tags", "").split(",") if tag]
+    if unknown := sorted(set(tags) - {"weights", "kv_cache", "scheduling"}):
+        raise InvalidRequestError(
+            f"unknown tag {', '.join(unknown)}; known: weights, kv_cache, scheduling", parameter="tags"
+        )
+    await context.llm.wake_up(tags or None)
+    await context.monitor.refresh()
+    return json_response(Done())
+
+
+async def is_sleeping(context: Context, request: Request) -> Reply:
+    """Tell whether the engine sleeps."""
+    return json_response(IsSleeping(await context.llm.is_sleeping()))
+
+
+async def pause(context: Context, request: Request) -> Reply:
+    """Stop generating."""
+    mode = _query(request, "mode", PauseMode, "abort")
+    clear_cache = _query(request, "clear_cache", bool, True)
+    await context.llm.pause_generation(mode, clear_cache)
+    await context.monitor.refresh()
+    return json_response(Done())
+
+
+async def resume(context: Context, request: Request) -> Reply:
+    """Undo pause."""
+    await context.llm.resume_generation()
+    await context.monitor.refresh()
+    return json_response(Done())
+
+
+async def is_paused(context: Context, request: Request) -> Reply:
+    """Tell whether the engine is paused."""
+    return json_response(IsPaused(await context.llm.is_paused()))
+
+
+async def reset_prefix_cache(context: Context, request: Request) -> Reply:
+    """Forget cached prompt prefixes."""
+    reset_running = _query(request, "reset_running_requests", bool, False)
+    return json_response(ResetResponse(await context.llm.reset_prefix_cache(reset_running)))
+
+
+async def collective_rpc(context: Context, request: Request) -> Reply:
+    """Call a method of every worker."""
+    call = decode_body(CollectiveRPCRequest, request)
+    results = await context.llm.collective_rpc(call.method, call.timeout, call.args, call.kwargs)
+    return json_response(CollectiveRPCResponse(results))
+
+
+def _query(request: Request, name: str, kind: Any, default: Any) -> Any:
+    """Read a parameter of the URL: ``?level=1&mode=wait``."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"{name}: {exc}", parameter=name) from exc
+
+
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/sleep",
+        sleep,
+        "Pause the engine and have it give up memory.",
+        response=Done,
+        query=(
+            QueryParameter(name="level", type=int, summary="0: only pause; 1, 2: give up memory; default: 1"),
+            MODE,
+        ),
+    ),
+    Endpoint(
+        "POST",
+        "/wake_up",
+        wake_up,
+        "Undo sleep.",
+        response=Done,
+        query=(QueryParameter(name="tags", type=str, summary="weights,kv_cache,scheduling; default: all."),),
+    ),
+    Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the engine sleeps or is paused.", response=IsSleeping),
+    Endpoint(
+        "POST",
+        "/pause",
+        pause,
+        "Stop generating.",
+        response=Done,
+        query=(
+            MODE,
+            QueryParameter(name="clear_cache", type=bool, summary="Forget cached prefixes, too; default: true."),
+        ),
+    ),
+    Endpoint("POST", "/resume", resume, "Undo pause.", response=Done),
+    Endpoint("GET", "/is_paused", is_paused, "Whether the engine is paused.", response=IsPaused),
+    Endpoint(
+        "POST",
+        "/reset_prefix_cache",
+        reset_prefix_cache,
+        "Forget cached prompt prefixes.",
+        response=ResetResponse,
+        query=(
+            QueryParameter(name="reset_running_requests", type=bool, summary="Recompute running ones; default: false."),
+        ),
+    ),
+    Endpoint(
+        "POST",
+        "/collective_rpc",
+        collective_rpc,
+        "Call a method of every worker.",
+        request=CollectiveRPCRequest,
+        response=CollectiveRPCResponse,
+        errors=(504,),
+    ),
+]

@@ -1,0 +1,57 @@
+"""Reading JSON bodies."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TypeVar
+
+import msgspec
+
+from enginewire.server.http import Request
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+IGNORED = frozenset(
+    {
+        "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+        "verbosity", "prediction", "prompt_cache_retention",
+    }
+)  # fmt: skip
+"""OpenAI's fields that change nothing about the text. Everything else unknown is worth a warning."""
+
+MAX_REPORTED = 1000
+"""After so many different unknown fields no more are reported: their names are the clients' choice."""
+
+_reported: set[tuple[str, str]] = set()
+
+
+def decode_body(kind: type[T], request: Request) -> T:
+    """Decode a request's body, strictly typed. Unknown fields are ignored, as OpenAI-compatible servers do, and logged.
+
+    Raises:
+        msgspec.ValidationError: a value is not of its type; the message names the field.
+        msgspec.DecodeError: the body is no JSON.
+    """
+    value: T = _decoder(kind).decode(request.body)
+    names = _field_names(kind)
+    for name in _keys_decoder.decode(request.body):
+        if name not in names and (kind.__name__, name) not in _reported and len(_reported) < MAX_REPORTED:
+            _reported.add((kind.__name__, name))
+            logger.warning("ignoring the unknown field %r of a %s, now and later", name, kind.__name__)
+    return value
+
+
+_keys_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(kind)
+
+
+@cache
+def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return IGNORED | {field.encode_name for field in msgspec.structs.fields(kind)}

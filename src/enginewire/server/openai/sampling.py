@@ -1,0 +1,88 @@
+"""From a request's fields to ``SamplingParams``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from enginewire.errors import InvalidRequestError
+from enginewire.server.openai.requests import (
+    JSONObjectFormat,
+    JSONSchemaFormat,
+    SamplingFields,
+)
+from enginewire.wire.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+SAME_NAME: Final = (
+    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p",
+    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens", "logprob_token_ids", "allowed_token_ids", "bad_words",
+    "thinking_token_budget", "repetition_detection",
+)  # fmt: skip
+"""Fields that mean the same in both."""
+
+MAX_BIAS: Final = 100.0
+"""OpenAI's bound of ``logit_bias``: such a token is taken always, or never."""
+
+
+def sampling_params(
+    fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Make the sampling parameters.
+
+    Args:
+        fields: the request.
+        max_tokens: ``None``: as many as the context holds.
+        logprobs: besides the chosen token's.
+        prompt_logprobs: the same for the prompt.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or two contradict each other.
+    """
+    given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(fields, name)) is not None}
+    if fields.logit_bias:
+        given["logit_bias"] = {
+            token_id: min(MAX_BIAS, max(-MAX_BIAS, bias)) for token_id, bias in fields.logit_bias.items()
+        }
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=_constraint(fields),
+        extra_args=fields.vllm_xargs,
+        output_kind=RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
+        **given,
+    )
+
+
+def check_stream_options(fields: SamplingFields) -> None:
+    """Refuse what contradicts ``stream``.
+
+    Raises:
+        InvalidRequestError: it does.
+    """
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequestError("stream_options needs stream=true", parameter="stream_options")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs is not available with stream=true", parameter="prompt_logprobs")
+
+
+def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
+    constraint: StructuredOutputsParams | None = None
+    match fields.response_format:
+        case JSONObjectFormat():
+            constraint = StructuredOutputsParams(json_object=True)
+        case JSONSchemaFormat(json_schema):
+            constraint = StructuredOutputsParams(json=json_schema.schema)
+        case _:
+            return fields.structured_outputs
+    if fields.structured_outputs is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs are two constraints; give one", parameter="structured_outputs"
+        )
+    return constraint
+
+
+def parameter_names(fields: SamplingFields) -> dict[str, str]:
+    """Return what the client calls the sampling parameters that it did not give by their own names."""
+    is_from_format = isinstance(fields.response_format, (JSONObjectFormat, JSONSchemaFormat))
+    return {"structured_outputs": "response_format"} if is_from_format else {}

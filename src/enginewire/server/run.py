@@ -1,0 +1,221 @@
+"""The server's process: listens at once, starts the engine, serves, and leaves in good order.
+
+Signals: the first SIGTERM or SIGINT refuses new work and lets running requests finish; a second one leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Final, NoReturn
+
+import uvicorn
+
+from enginewire.config import EngineConfig
+from enginewire.errors import EngineDeadError
+from enginewire.frontend.async_llm import AsyncLLM
+from enginewire.server.app import App, build_app
+from enginewire.server.errors import UnavailableError, http_error
+from enginewire.server.http import ASGIApp, Receive, ResponseSender, Scope, Send, json_response
+from enginewire.server.settings import ServerSettings
+from enginewire.server.status import Status
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 1.0
+"""How long responses that are over, or were just ended, may take to reach their clients."""
+
+KEEP_ALIVE_S: Final = 75
+"""How long an idle connection stays open: longer than load balancers keep theirs (60 s), so that they close first."""
+
+BACKLOG: Final = 2048
+
+SIGNALLED: Final = 128
+"""Plus the signal's number is the exit status after a signal that did not wait, as shells report it."""
+
+
+async def serve(config: EngineConfig, settings: ServerSettings, on_ready: Callable[[str], None]) -> int:
+    """Run the server until a signal or the engine's death ends it; return the exit status.
+
+    Args:
+        config: the engine's.
+        settings: the server's.
+        on_ready: is called with the URL once requests are served.
+
+    Raises:
+        OSError: the address cannot be had.
+        EngineClientError: the engine cannot be started.
+    """
+    with _listen(settings) as listener, _stop_signals() as stopped:
+        gate = _Gate()
+        server = _Uvicorn(_uvicorn_config(gate))
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="enginewire-http")
+        try:
+            return await _serve_engine(config, settings, gate, stopped, lambda: on_ready(_url(settings, listener)))
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def _serve_engine(
+    config: EngineConfig, settings: ServerSettings, gate: _Gate, stopped: asyncio.Event, on_ready: Callable[[], None]
+) -> int:
+    starting = asyncio.create_task(_start_engine(config), name="enginewire-start")
+    if not await _first(starting, stopped.wait()):
+        logger.info("told to stop while the engine starts; a second signal does not wait for it")
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return 0
+    llm = starting.result()
+    try:
+        app = gate.app = build_app(llm, settings)
+        async with app.running():
+            gc.collect()
+            gc.freeze()  # what is there now stays: a collection need not walk it again
+            on_ready()
+            return await _until_stopped(app, settings, stopped)
+    finally:
+        await asyncio.to_thread(llm.shutdown)
+
+
+async def _start_engine(config: EngineConfig) -> AsyncLLM:
+    llm = await AsyncLLM.create(config=config)
+    try:
+        await asyncio.to_thread(lambda: llm.tokenizer)  # the first request should not wait for it
+    except BaseException:
+        llm.shutdown(timeout=0)
+        raise
+    return llm
+
+
+async def _until_stopped(app: App, settings: ServerSettings, stopped: asyncio.Event) -> int:
+    context = app.context
+    died = asyncio.create_task(context.monitor.wait_died(), name="enginewire-death-watch")
+    if settings.exit_on_engine_death and await _first(died, stopped.wait()):
+        context.admission.close(UnavailableError("the engine is dead and the server leaves", "engine_dead"))
+        await _within(FLUSH_S, context.admission.wait_idle())  # running streams hear of it
+        raise EngineDeadError(died.result())
+    died.cancel()
+    await stopped.wait()
+    await _drain(app, settings.shutdown_timeout_s)
+    return 0
+
+
+async def _drain(app: App, timeout_s: float) -> None:
+    """Let running requests finish; end those that do not in time."""
+    context = app.context
+    logger.info("draining num_in_flight=%d timeout_s=%g", context.admission.num_in_flight, timeout_s)
+    context.monitor.draining()
+    context.admission.close(UnavailableError("the server is shutting down", "draining"))
+    if not await _within(timeout_s, context.admission.wait_idle()):
+        logger.warning("aborting what is left num_in_flight=%d", context.admission.num_in_flight)
+        await context.generation.abort_all()
+        await _within(FLUSH_S, context.admission.wait_idle())
+
+
+async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, object]) -> bool:
+    """Wait for one of the two; return whether it was ``task``. ``other`` is cancelled."""
+    alternative = asyncio.create_task(other)
+    try:
+        await asyncio.wait({task, alternative}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        alternative.cancel()
+    return task.done()
+
+
+async def _within(timeout_s: float, work: Awaitable[object]) -> bool:
+    """Wait for ``work``; return whether it came to its end in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except TimeoutError:
+        return False
+    return True
+
+
+class _Gate:
+    """What answers: until the engine has started, that it has not."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | App = _starting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    sender = ResponseSender(send, {})
+    if scope["path"] == "/health":
+        await json_response(Status("starting")).send(sender)
+        return
+    error = http_error(UnavailableError("the engine is starting", "starting"))
+    await json_response(error.body, error.status, error.headers).send(sender)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: what a signal means is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",  # we are in it already
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
+@contextlib.contextmanager
+def _listen(settings: ServerSettings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG) as listener:
+        yield listener
+
+
+def _url(settings: ServerSettings, listener: socket.socket) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """Set the event at the first SIGTERM or SIGINT; end the process at the second."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stopped.is_set():
+            _leave_at_once(number)
+        stopped.set()
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stopped
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _leave_at_once(number: int) -> NoReturn:
+    """End this process. An engine process notices that and ends itself (C-62)."""
+    os._exit(SIGNALLED + number)
