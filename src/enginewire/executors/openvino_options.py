@@ -22,10 +22,10 @@ class OpenVINOOptions(Struct, kw_only=True, frozen=True):
         kv_cache_bytes: memory for keys and values. Default: 512 MiB, or what one sequence of the longest length takes
             if that is more, at most half of the available memory.
         num_kv_blocks: the same as a number of blocks of 32 tokens.
-        max_num_batched_tokens: most tokens that one step computes: a longer prompt is computed in pieces, beside the
-            others' next tokens. Aborts, new requests and the other requests' tokens wait for the step: 0.13 s with
-            128, 0.34 s with 256, 1.9 s with 1,024 (SmolLM2-135M, 2 cores), for about the same throughput. Raise it
-            when more than 64 requests run at once, as their next tokens count too.
+        max_num_batched_tokens: most tokens that one step computes; a longer prompt is computed in pieces, beside the
+            others' next tokens. Aborts, new requests and the other requests' tokens wait for the step in progress:
+            0.14 s with 128, 0.25 s with 256, 1.1 s with 1,024 (SmolLM2-135M, 2 cores), while throughput rises by 0 to
+            12 %. Raise it when more than 64 requests run at once: their next tokens come out of it first.
             See docs/decisions/0003-prefill-chunk.md.
         enable_prefix_caching: prompts that start alike are computed once.
         deterministic: greedy requests give the same text whatever ran before and whatever runs beside them: arithmetic
