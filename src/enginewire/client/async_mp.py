@@ -22,6 +22,7 @@ from enginewire.client.inbox import Frames
 from enginewire.client.mp import MPClient
 from enginewire.config import EngineConfig
 from enginewire.errors import EngineDeath, UtilityTimeoutError
+from enginewire.transport.sockets import receive_message
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
 MESSAGES_PER_WAKE_UP: Final = 64
@@ -200,7 +201,7 @@ class _Receiver:
         messages: list[Frames | EngineCoreOutputs] = []
         try:
             for _ in range(MESSAGES_PER_WAKE_UP):
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive_message(self._socket)
                 if self._inbox.sort(frames):
                     messages.append(frames)
             self.loop.call_soon(self._on_readable)

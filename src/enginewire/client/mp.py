@@ -28,7 +28,7 @@ from enginewire.host.executor_source import executor_source
 from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints
 from enginewire.transport.peers import PeerWatch
-from enginewire.transport.sockets import bind_pull, bind_router, send_message
+from enginewire.transport.sockets import bind_pull, bind_router, receive_message, send_message
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ABORT, ADD, UTILITY, engine_identity
 from enginewire.wire.handshake import EngineZmqAddresses
@@ -308,7 +308,7 @@ class MPClient(EngineCoreClient):
         self._release_sent()
         while True:
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive_message(socket)
             except zmq.ZMQError:
                 return messages
             if (failures := self.inbox.ready_again(frames)) is not None:

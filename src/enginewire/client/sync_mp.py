@@ -19,6 +19,7 @@ from enginewire.client.inbox import Frames, Inbox
 from enginewire.client.mp import MPClient
 from enginewire.config import EngineConfig
 from enginewire.errors import EngineDeath, UtilityTimeoutError
+from enginewire.transport.sockets import receive_message
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
 BATCH: Final = 64
@@ -205,7 +206,7 @@ def _drain(output_socket: zmq.Socket[bytes], inbox: Inbox) -> tuple[Batch, bool]
     batch: Batch = []
     try:
         for _ in range(BATCH):
-            frames = output_socket.recv_multipart(zmq.NOBLOCK)
+            frames = receive_message(output_socket)
             if inbox.sort(frames):
                 batch.append(frames)
     except zmq.Again:
