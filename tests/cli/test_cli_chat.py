@@ -112,6 +112,9 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(start: Start, pt
     terminal.read_until("(stopped)")
     terminal.read_until("> ")
     process.send_signal(signal.SIGINT)
+    terminal.type(
+        "\n"
+    )  # readline looks for signals when it waits: one that came just before is noticed with the next key
     terminal.read_until("Ctrl-D or /exit leaves.")
     terminal.type("/exit\n")
     assert process.wait(DEADLINE_S) == 0

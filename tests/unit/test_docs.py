@@ -82,7 +82,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_decisions_are_numbered_once_and_say_everything() -> None:
     paths = sorted((ROOT / "docs/decisions").glob("*.md"))
     numbers = [int(path.name[:4]) for path in paths]
-    assert numbers == list(range(1, len(paths) + 1))
+    assert len(set(numbers)) == len(numbers), "two decisions with one number"
     for number, path in zip(numbers, paths, strict=True):
         text = path.read_text()
         assert text.startswith(f"# {number}. "), path.name
