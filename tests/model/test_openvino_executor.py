@@ -352,6 +352,24 @@ def test_sleeping_gives_memory_back_and_waking_up_gives_the_same_text(
     assert _steps_to_first_token(executor, prompt) == 4
 
 
+def test_an_openvino_model_folder_gives_the_same_text_as_the_gguf_file(
+    executor: OpenVINOExecutor, model: Path, question: list[int], tmp_path: Path
+) -> None:
+    undisturbed = generate(executor, question)
+    (tmp_path / "model.gguf").symlink_to(model)
+    options = {"num_kv_blocks": 4, "properties": {"enable_save_ov_model": True}}  # writes it beside the GGUF file
+    OpenVINOExecutor(EngineConfig.create(str(tmp_path / "model.gguf"), executor_options=options)).shutdown()
+    config = {
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
+        "max_position_embeddings": 8192, "vocab_size": 49152, "eos_token_id": EOS,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = OpenVINOExecutor(EngineConfig.create(str(tmp_path), executor_options={"num_kv_blocks": 4}))
+    assert folder.capacity.max_model_len == 4 * 32
+    assert generate(folder, question) == undisturbed
+    folder.shutdown()
+
+
 def _truncated(model: Path, path: Path) -> Path:
     with model.open("rb") as file:
         path.write_bytes(file.read(4 << 20))
