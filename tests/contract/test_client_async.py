@@ -350,3 +350,38 @@ def test_a_burst_leaves_turns_to_the_others(pair: tuple[Face, MockEngine]) -> No
     assert max(drained) <= 2 * async_mp.MESSAGES_PER_WAKE_UP
     assert max(turns) <= 1000
     assert sum(turns) <= num_messages
+
+
+def test_a_backlog_leaves_turns_to_the_others_too(pair: tuple[Face, MockEngine]) -> None:
+    """C-41: a consumer that finds messages waiting gives the loop a turn twice in a millisecond."""
+    face, engine = pair
+    assert face.loop is not None
+    frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output()]))
+    num_messages = 5000
+
+    def flood() -> None:
+        for _ in range(num_messages):
+            engine._outputs[0].send_multipart(frames)
+
+    engine._on_io_thread(flood)
+    wait_until(lambda: len(face.client._arrived) == num_messages, PATIENCE_S, "the backlog")
+    taken = 0
+    turns: list[int] = []
+
+    async def consume() -> None:
+        nonlocal taken
+        for _ in range(num_messages):
+            await face.client.get_output_async()
+            taken += 1
+
+    async def watch() -> None:
+        while taken < num_messages:
+            turns.append(taken)
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(consume(), watch())
+
+    face.loop.run(both())
+    turns.append(num_messages)
+    assert max(after - before for before, after in zip(turns, turns[1:], strict=False)) <= 1500

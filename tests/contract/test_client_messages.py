@@ -223,6 +223,18 @@ def test_sending_to_an_engine_that_has_vanished_says_so(pair: tuple[Face, MockEn
     assert mp_client(face).inbox.live == live
 
 
+def test_the_loss_of_a_remote_engine_ends_everybody_who_waits(pair: tuple[Face, MockEngine]) -> None:
+    """Defect 22: no marker, no process to watch; the connection is gone."""
+    face, engine = pair
+    waiting = [face.start("get_output"), face.start("call_utility", "is_sleeping")]
+    engine.expect_utility()
+    engine.vanish()
+    for future in waiting:
+        with pytest.raises(EngineDeadError, match="engine 0 is dead: the connection to it was lost"):
+            future.result(PATIENCE_S)
+    assert face.pending_calls() == 0
+
+
 def test_an_engine_that_says_ready_again_is_registered_anew_and_what_it_forgot_fails(
     pair: tuple[Face, MockEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -350,7 +362,7 @@ def test_answers_may_come_in_any_order(pair: tuple[Face, MockEngine]) -> None:
 
 
 def test_a_failure_carries_the_engines_message(pair: tuple[Face, MockEngine]) -> None:
-    """C-31."""
+    """C-31; C-33 with one engine: its failure is raised."""
     face, engine = pair
     call = face.start("call_utility", "profile", True)
     engine.fail_utility(engine.expect_utility(), "Call to profile method failed: no profiler")
@@ -538,6 +550,25 @@ def test_a_message_is_pending_while_the_engine_does_not_read(monkeypatch: pytest
         assert pending[-1][1].request_id == "big7"  # type: ignore[attr-defined]
         gate.set()
         wait_until(lambda: not pending, PATIENCE_S, "the release of the messages")
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_any_threshold_for_frames_of_their_own_is_understood(kind: str) -> None:
+    """Defect 35: with 0 even empty arrays get a frame, in either direction."""
+    with mock_face(kind, settings={"zero_copy_threshold": 0}, zero_copy_threshold=0) as (face, engine):
+        for shape, data in (((0,), b""), ((2,), b"abcd")):
+            mine = request(f"r{len(data)}")
+            mine.prompt_embeds = Tensor("int16", shape, data)
+            face.add_request(mine)
+            received = engine.expect("ADD")
+            assert len(received.frames) == 3
+            assert bytes(received.message.prompt_embeds.data) == data
+        one = output("r0")
+        one.new_logprobs = LogprobsLists(np.empty((0, 3), "<i4"), np.empty((0, 3), "<f4"), np.empty(0, "<i8"))
+        engine.send_outputs([one])
+        (got,) = face.outputs(1)
+        assert got.new_logprobs is not None
+        assert got.new_logprobs.logprobs.shape == (0, 3)
 
 
 def test_logprobs_in_frames_of_their_own_arrive(pair: tuple[Face, MockEngine]) -> None:

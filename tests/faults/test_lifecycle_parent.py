@@ -343,3 +343,19 @@ def test_a_forked_child_that_leaves_by_os_exit_or_multiprocessing_changes_nothin
     client.shutdown()
     """
     assert run_script(script, folder=tmp_path) == {"tokens": [1, 2, 1], "codes": [0, 0, 0]}
+
+
+def test_a_daemon_without_standard_streams_can_start_an_engine(tmp_path: Path) -> None:
+    """Descriptors 0, 1 and 2 are sockets of ours then, and the engine's standard streams are others."""
+    result = tmp_path / "result.json"
+    script = f"""
+    with make(forward_engine_log=True) as client:
+        tokens = serve(client)
+    with open({str(result)!r}, "w") as file:
+        json.dump(tokens, file)
+    """
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + textwrap.dedent(script))
+    command = f"exec {sys.executable} {path} <&- >&- 2>&-"
+    assert subprocess.run(["/bin/sh", "-c", command], timeout=60, check=False).returncode == 0
+    assert json.loads(result.read_text()) == [1, 2, 1]

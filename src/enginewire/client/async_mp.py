@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, Final
 
 import zmq
@@ -102,9 +103,9 @@ class AsyncMPClient(MPClient):
                 if self._end is not None:
                     raise self._end()
                 await self._next_arrival(loop)
-            elif loop.time() - self._last_turn > YIELD_EVERY_S:
+            elif monotonic() - self._last_turn > YIELD_EVERY_S:  # uvloop's own clock ticks once a millisecond
                 await asyncio.sleep(0)
-                self._last_turn = loop.time()
+                self._last_turn = monotonic()
             else:
                 message = self.inbox.take(self._arrived.popleft())
                 if message is not None:
@@ -117,7 +118,7 @@ class AsyncMPClient(MPClient):
             await waiter
         finally:
             self._waiters.discard(waiter)
-        self._last_turn = loop.time()
+        self._last_turn = monotonic()
 
     async def __aexit__(self, *exc_info: object) -> None:
         # In a thread: requests that may finish still bring outputs, and the loop has others to serve meanwhile.

@@ -198,11 +198,14 @@ class MPClient(EngineCoreClient):
             ClientClosedError: this client was shut down.
             RuntimeError: this is a forked copy of the process that made the client.
         """
+        self._ensure_own_process()
+        self._ensure_open()
+
+    def _ensure_open(self) -> None:
         if self.inbox.death is not None:
             raise self.inbox.death.exception()
         if self.resources.closing:
             raise closed_error()
-        self._ensure_own_process()
 
     def _ensure_own_process(self) -> None:
         """Refuse to work in a forked child. Before any lock: a thread that does not exist there may hold it."""
@@ -220,7 +223,7 @@ class MPClient(EngineCoreClient):
     # Sending. The caller holds the send lock (sync) or is the loop's thread (asyncio).
 
     def _send_add(self, request: EngineCoreRequest) -> None:
-        self.ensure_alive()  # under the lock: the socket is not closed before the message is out
+        self._ensure_open()  # under the lock: the socket is not closed before the message is out
         request.client_index = self.client_index
         self.inbox.admit(request.request_id)
         try:
@@ -237,7 +240,7 @@ class MPClient(EngineCoreClient):
         self.inbox.forget(request_ids)
 
     def _send_utility(self, call_id: int, method: str, args: Sequence[Any]) -> None:
-        self.ensure_alive()
+        self._ensure_open()
         self._send(UTILITY, (self.client_index, call_id, method, args))
 
     def _send(self, request_type: bytes, message: object) -> None:
