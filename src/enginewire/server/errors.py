@@ -194,7 +194,7 @@ def _error_type(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-_PATH: Final = re.compile(r"at `(?:key in )?\$\.([A-Za-z_]\w*)|missing required field `(\w+)`")
+_PATH: Final = re.compile(r"\$\.([A-Za-z_]\w*)|missing required field `(\w+)`")
 
 
 def _parameter(message: str) -> str | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from enginewire.errors import EngineDeadError, InvalidRequestError
+from enginewire.errors import EngineDeadError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.inputs import Prompt
 from enginewire.frontend.outputs import RequestOutput
@@ -24,7 +24,6 @@ class Job:
         id: of the response, and of all its prompts' requests: aborting it aborts them all.
         prompts: each is a request of its own to the frontend.
         params: for all of them; ``output_kind`` must be DELTA for :meth:`Generation.stream`, else FINAL_ONLY.
-        parameter_names: what the client calls a sampling parameter where that differs, for error messages.
         wants_text: whether the tokens are wanted at all; some ask for the prompt's logprobs only.
     """
 
@@ -32,7 +31,6 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     priority: int = 0
-    parameter_names: Mapping[str, str] = field(default_factory=dict)
     wants_text: bool = True
 
 
@@ -101,11 +99,6 @@ class Generation:
             except EngineDeadError as exc:
                 self._monitor.engine_died(exc.death)
                 raise
-            except InvalidRequestError as exc:
-                name = job.parameter_names.get(exc.parameter or "")
-                if name is None:
-                    raise
-                raise InvalidRequestError(f"{name}: {exc}", parameter=name) from exc
             finally:
                 self._jobs.discard(job.id)
 

@@ -31,7 +31,7 @@ from enginewire.server.openai.responses import (
     ChatResponse,
     Usage,
 )
-from enginewire.server.openai.sampling import check_stream_options, parameter_names, sampling_params
+from enginewire.server.openai.sampling import check_stream_options, errors_name, names_of_format, sampling_params
 from enginewire.server.openai.tool_calls import ToolCallReader, check_tools
 from enginewire.text.tokenizer import Tokenizer
 
@@ -42,9 +42,20 @@ async def create_chat_completion(context: Context, request: Request) -> Reply:
     context.check_model(wanted.model)
     tokenizer = context.llm.tokenizer
     calls_tools = check_tools(wanted, tokenizer)
-    job = await _make_job(wanted, f"chatcmpl-{wanted.request_id or request.id}", tokenizer, calls_tools)
-    writer = _ChatWriter(wanted, job, context.settings.model_name, tokenizer, calls_tools)
-    return await respond(context, request, wanted, job, writer)
+    with errors_name(_names(wanted)):
+        job = await _make_job(wanted, f"chatcmpl-{wanted.request_id or request.id}", tokenizer, calls_tools)
+        writer = _ChatWriter(wanted, job, context.settings.model_name, tokenizer, calls_tools)
+        return await respond(context, request, wanted, job, writer)
+
+
+def _names(wanted: ChatCompletionRequest) -> dict[str, str]:
+    """Return what the client calls sampling parameters where that differs."""
+    names = names_of_format(wanted)
+    if wanted.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if wanted.top_logprobs:
+        names["logprobs"] = "top_logprobs"
+    return names
 
 
 async def _make_job(wanted: ChatCompletionRequest, job_id: str, tokenizer: Tokenizer, calls_tools: bool) -> Job:
@@ -55,13 +66,7 @@ async def _make_job(wanted: ChatCompletionRequest, job_id: str, tokenizer: Token
         raise InvalidRequestError(
             f"top_logprobs must be at least 0, got {wanted.top_logprobs}", parameter="top_logprobs"
         )
-    names = parameter_names(wanted)
-    max_tokens = wanted.max_tokens
-    if wanted.max_completion_tokens is not None:
-        max_tokens = wanted.max_completion_tokens
-        names["max_tokens"] = "max_completion_tokens"
-    if wanted.top_logprobs:
-        names["logprobs"] = "top_logprobs"
+    max_tokens = wanted.max_tokens if wanted.max_completion_tokens is None else wanted.max_completion_tokens
     params = sampling_params(
         wanted,
         max_tokens=max_tokens,
@@ -69,7 +74,7 @@ async def _make_job(wanted: ChatCompletionRequest, job_id: str, tokenizer: Token
         prompt_logprobs=wanted.prompt_logprobs,
     )
     prompt = await asyncio.to_thread(_prompt, wanted, tokenizer, calls_tools)
-    return Job(job_id, [prompt], params, wanted.priority or 0, names)
+    return Job(job_id, [prompt], params, wanted.priority or 0)
 
 
 def _prompt(wanted: ChatCompletionRequest, tokenizer: Tokenizer, calls_tools: bool) -> Prompt:

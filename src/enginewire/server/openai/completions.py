@@ -20,7 +20,7 @@ from enginewire.server.openai.logprobs import completion_logprobs, prompt_logpro
 from enginewire.server.openai.requests import CompletionRequest
 from enginewire.server.openai.respond import respond
 from enginewire.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
-from enginewire.server.openai.sampling import check_stream_options, parameter_names, sampling_params
+from enginewire.server.openai.sampling import check_stream_options, errors_name, names_of_format, sampling_params
 from enginewire.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -31,9 +31,13 @@ async def create_completion(context: Context, request: Request) -> Reply:
     """Continue one or several prompts."""
     wanted = decode_body(CompletionRequest, request)
     context.check_model(wanted.model)
-    job = _make_job(wanted, f"cmpl-{wanted.request_id or request.id}", context.llm.tokenizer)
-    writer = _CompletionWriter(wanted, job, context.settings.model_name, context.llm.tokenizer)
-    return await respond(context, request, wanted, job, writer)
+    names = names_of_format(wanted)
+    if wanted.echo and wanted.prompt_logprobs is None:
+        names["prompt_logprobs"] = "echo"
+    with errors_name(names):
+        job = _make_job(wanted, f"cmpl-{wanted.request_id or request.id}", context.llm.tokenizer)
+        writer = _CompletionWriter(wanted, job, context.settings.model_name, context.llm.tokenizer)
+        return await respond(context, request, wanted, job, writer)
 
 
 def _make_job(wanted: CompletionRequest, job_id: str, tokenizer: Tokenizer) -> Job:
@@ -44,11 +48,9 @@ def _make_job(wanted: CompletionRequest, job_id: str, tokenizer: Tokenizer) -> J
         )
     if wanted.suffix:
         raise InvalidRequestError("suffix is not supported: models here only continue a text", parameter="suffix")
-    names = parameter_names(wanted)
     num_prompt_logprobs = wanted.prompt_logprobs
     if wanted.echo and wanted.logprobs is not None and num_prompt_logprobs is None:
         num_prompt_logprobs = wanted.logprobs
-        names["prompt_logprobs"] = "echo"
     max_tokens = DEFAULT_MAX_TOKENS if wanted.max_tokens is None else wanted.max_tokens
     wants_text = max_tokens != 0 or not wanted.echo
     params = sampling_params(
@@ -57,7 +59,7 @@ def _make_job(wanted: CompletionRequest, job_id: str, tokenizer: Tokenizer) -> J
         logprobs=wanted.logprobs,
         prompt_logprobs=num_prompt_logprobs,
     )
-    return Job(job_id, _prompts(wanted, tokenizer), params, wanted.priority or 0, names, wants_text=wants_text)
+    return Job(job_id, _prompts(wanted, tokenizer), params, wanted.priority or 0, wants_text=wants_text)
 
 
 def _prompts(wanted: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from enginewire.errors import InvalidRequestError
@@ -77,12 +79,24 @@ def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
             return fields.structured_outputs
     if fields.structured_outputs is not None:
         raise InvalidRequestError(
-            "response_format and structured_outputs are two constraints; give one", parameter="structured_outputs"
+            "response_format and structured_outputs are two constraints; give one", parameter="response_format"
         )
     return constraint
 
 
-def parameter_names(fields: SamplingFields) -> dict[str, str]:
-    """Return what the client calls the sampling parameters that it did not give by their own names."""
-    is_from_format = isinstance(fields.response_format, (JSONObjectFormat, JSONSchemaFormat))
-    return {"structured_outputs": "response_format"} if is_from_format else {}
+@contextlib.contextmanager
+def errors_name(names: Mapping[str, str]) -> Iterator[None]:
+    """Have refusals of a sampling parameter name what the client gave instead of it."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        name = names.get(exc.parameter or "")
+        if name is None:
+            raise
+        raise InvalidRequestError(f"{name}: {exc}", parameter=name) from exc
+
+
+def names_of_format(fields: SamplingFields) -> dict[str, str]:
+    """Return the entry of ``response_format``, if that was given, for :func:`errors_name`."""
+    is_constraint = isinstance(fields.response_format, (JSONObjectFormat, JSONSchemaFormat))
+    return {"structured_outputs": "response_format"} if is_constraint else {}

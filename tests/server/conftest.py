@@ -1,0 +1,48 @@
+"""Servers that several tests share; each is started when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from serving import Served, serve
+
+
+@pytest.fixture(scope="session")
+def echo() -> Iterator[Served]:
+    """A server of the model that echoes."""
+    with serve("echo", "--admin") as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def slow_echo() -> Iterator[Served]:
+    """The same, with 50 tokens a second and request, and room for few."""
+    with serve(
+        "echo",
+        "--executor-option",
+        "step_time_s=0.02",
+        "--max-num-seqs",
+        "4",
+        "--max-queue",
+        "4",
+        "--max-body-bytes",
+        "100000",
+    ) as served:
+        yield served
+
+
+@pytest.fixture
+def http(echo: Served) -> Iterator[httpx.Client]:
+    """A plain client of ``echo``."""
+    with httpx.Client(base_url=echo.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(echo: Served) -> Iterator[openai.OpenAI]:
+    """The official client of ``echo``, which does not try again by itself."""
+    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
