@@ -1,6 +1,6 @@
 """Tokens per second of ``LLM`` with its engine in a process of its own, against a bare OpenVINO step loop.
 
-    python benchmarks/bench.py [--batches 1,16,64] [--seconds 60] [--min-ratio 0.95]
+    python benchmarks/bench.py [--batches 1,16,64] [--seconds 50] [--min-ratio 0.95]
 
 Both run the same model with the same settings on the same prompts, in turns within one run, so that what else the
 machine does hits both; each round has new prompts, so that none is found in a prefix cache. The bare loop is the least
@@ -160,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--batches", default="1,16,64", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each batch size (default: 60)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="for each batch size (default: 50)")
     parser.add_argument("--min-ratio", type=float, help="fail below this")
     args = parser.parse_args()
 
