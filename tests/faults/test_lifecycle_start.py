@@ -209,9 +209,7 @@ def test_a_temporary_folder_of_150_characters_means_tcp_on_loopback(monkeypatch:
             assert face.client.resources.endpoints.input.startswith("tcp://127.0.0.1:")
             assert face.is_sleeping() is False
         assert list(folder.iterdir()) == []
-        with pytest.raises(
-            ConfigError, match=r"ipc' is not possible: ipc paths in .* longer than 103 bytes"
-        ):
+        with pytest.raises(ConfigError, match=r"ipc' is not possible: ipc paths in .* longer than 103 bytes"):
             start(transport="ipc")
 
 
