@@ -10,7 +10,7 @@ import pytest
 
 import enginewire
 
-HEAVY = {"numpy", "tokenizers", "jinja2", "openvino", "openvino_genai", "llguidance", "torch", "transformers", "uvloop"}
+HEAVY = {"numpy", "tokenizers", "jinja2", "openvino", "openvino_genai", "torch", "transformers", "uvloop"}
 
 PROGRAM = """
 import json, sys, threading

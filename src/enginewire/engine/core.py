@@ -248,8 +248,8 @@ class EngineCore:
 
     def _fall_asleep(self, level: int) -> None:
         if not self._is_asleep:
-            self._clear_cache()
-            self.executor.sleep(level)
+            self.executor.sleep(level)  # takes the cache along
+            self.scheduler.note_cache_reset()
             self._is_asleep = self.executor.is_sleeping
 
     # Utilities of the executor.

@@ -25,7 +25,8 @@ class Capabilities(Struct, kw_only=True, frozen=True):
         max_prompt_logprobs: the same for ``prompt_logprobs``.
         structured_outputs: kinds of constraint, e.g. ``("json", "regex")``.
         penalties: repetition, presence and frequency penalty.
-        min_p, logit_bias, allowed_token_ids, bad_words, logprob_token_ids, lora: the parameter works.
+        min_p, logit_bias, allowed_token_ids, bad_words, logprob_token_ids, thinking_token_budget, lora: the parameter
+            works.
         stochastic: temperature above 0 samples; otherwise it is taken as greedy by design (echo).
         deterministic: equal requests give equal texts whatever else is in the batch.
         resume: the executor honours ``extra_args["resume_output_len"]``: how many trailing prompt tokens are output.
@@ -43,6 +44,7 @@ class Capabilities(Struct, kw_only=True, frozen=True):
     allowed_token_ids: bool = False
     bad_words: bool = False
     logprob_token_ids: bool = False
+    thinking_token_budget: bool = False
     lora: bool = False
     stochastic: bool = True
     deterministic: bool = False
@@ -61,6 +63,7 @@ EVERYTHING: Final = Capabilities(
     allowed_token_ids=True,
     bad_words=True,
     logprob_token_ids=True,
+    thinking_token_budget=True,
     lora=True,
     sleep_levels=(1, 2),
 )
@@ -104,6 +107,7 @@ def check_sampling_params(params: SamplingParams, can: Capabilities) -> None:
         ("allowed_token_ids", params.allowed_token_ids is not None, can.allowed_token_ids),
         ("bad_words", bool(params.bad_words or params.bad_words_token_ids), can.bad_words),
         ("logprob_token_ids", params.logprob_token_ids is not None, can.logprob_token_ids),
+        ("thinking_token_budget", params.thinking_token_budget is not None, can.thinking_token_budget),
     ):
         if used and not offered:
             raise _unsupported(name, name)
