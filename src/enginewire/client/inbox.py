@@ -14,7 +14,7 @@ from enginewire.client.utilities import UtilityCalls
 from enginewire.config import EngineConfig
 from enginewire.errors import INTERNAL_PREFIX, DecodeError, DuplicateRequestIdError, EngineDeath, UtilityCallError
 from enginewire.wire.codec import MsgpackDecoder, OutputsDecoder
-from enginewire.wire.frames import Buffer, engine_index_of, is_death_marker, may_hold_utility_output
+from enginewire.wire.frames import ENGINE_CORE_DEAD, Buffer, engine_index_of, is_death_marker, may_hold_utility_output
 from enginewire.wire.handshake import EngineCoreReadyResponse
 from enginewire.wire.messages import EngineCoreOutputs, FinishReason, ReceivedOutput, ReceivedOutputs
 
@@ -63,7 +63,7 @@ class Inbox:
             self._drop(f"a message of {len(frames)} frames; max_frames is {self.config.max_frames}")
         elif not payload:
             self._drop("an empty message")
-        elif is_death_marker(frames):
+        elif len(payload) == len(ENGINE_CORE_DEAD) and is_death_marker(frames):  # the cheap test first, per message
             self._has_marker = True
         elif may_hold_utility_output(payload):
             return self._sort_without_outputs(frames)

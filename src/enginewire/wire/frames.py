@@ -51,6 +51,8 @@ def may_hold_utility_output(payload: Buffer) -> bool:
     size = len(payload)
     if size < 3:
         return False
+    if payload[0] & 0xF0 == 0x90 and payload[1] < 0x80:  # nearly always
+        return payload[2] == 0x90
     position = {0xDC: 3, 0xDD: 5}.get(payload[0], 1)
     if position < size:
         position += _INT_WIDTHS.get(payload[position], 1)
