@@ -20,18 +20,14 @@ DEFAULT_MODEL_NAME: Final = "smollm2-135m"
 """As in ``enginewire.config``, which takes longer to load than a help text may."""
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, offers_inproc: bool = True) -> None:
-    """Add where and how the engine runs."""
+def add_engine_options(parser: argparse.ArgumentParser, *, for_server: bool = False) -> None:
+    """Add where and how the engine runs; a server has it in a process of its own and always shows its log."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--engine",
         metavar="NAME",
         help="openvino, echo, another registered executor, or module:Class; default: by model",
     )
-    if offers_inproc:
-        group.add_argument(
-            "--inproc", action="store_true", help="run the engine in this process, not in one of its own"
-        )
     group.add_argument(
         "--executor-option",
         metavar="KEY=VALUE",
@@ -48,6 +44,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, offers_inproc: bool =
         default=[],
         help="any setting of EngineConfig, e.g. max_model_len=4096; repeatable",
     )
+    if for_server:
+        parser.set_defaults(verbose=True)
+        return
+    group.add_argument("--inproc", action="store_true", help="run the engine in this process, not in one of its own")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show the engine's log, and where errors come from"
     )

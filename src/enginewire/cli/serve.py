@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--exit-on-engine-death", action="store_true", help="end with a non-zero status when the engine dies")
     add("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
-    add_engine_options(parser, offers_inproc=False)
+    add_engine_options(parser, for_server=True)
     engine = parser.add_argument_group("engine limits").add_argument
     engine("--max-model-len", type=int, metavar="N", help="most tokens of prompt and output together")
     engine("--max-num-seqs", type=int, metavar="N", help="most completions that the engine runs at once")

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import uvicorn
 
 from enginewire.config import EngineConfig
-from enginewire.errors import EngineDeadError
+from enginewire.errors import ConfigError, EngineDeadError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.app import App, build_app
 from enginewire.server.errors import UnavailableError, http_error
@@ -49,7 +49,7 @@ async def serve(config: EngineConfig, settings: ServerSettings, on_ready: Callab
         on_ready: is called with the URL once requests are served.
 
     Raises:
-        OSError: the address cannot be had.
+        ConfigError: the address cannot be had.
         EngineClientError: the engine cannot be started.
     """
     with _listen(settings) as listener, _stop_signals() as stopped:
@@ -186,7 +186,11 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
 @contextlib.contextmanager
 def _listen(settings: ServerSettings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG) as listener:
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}") from exc
+    with listener:
         yield listener
 
 
