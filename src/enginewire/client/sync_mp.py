@@ -19,7 +19,7 @@ from enginewire.client.inbox import Frames, Inbox
 from enginewire.client.mp import MPClient
 from enginewire.config import EngineConfig
 from enginewire.errors import EngineDeath, UtilityTimeoutError
-from enginewire.transport.sockets import receive_message
+from enginewire.transport.sockets import inproc_pair, receive_message
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
 BATCH: Final = 64
@@ -63,11 +63,7 @@ class SyncMPClient(MPClient):
         resources = self.resources
         output_socket = resources.output_socket
         assert output_socket is not None
-        wake_receiver = resources.context.socket(zmq.PAIR)
-        wake_receiver.bind("inproc://wake")
-        wake_sender = resources.context.socket(zmq.PAIR)
-        wake_sender.setsockopt(zmq.LINGER, 0)
-        wake_sender.connect("inproc://wake")
+        wake_receiver, wake_sender = inproc_pair(resources.context, "wake")
         me = weakref.ref(self)
 
         def check_peers() -> Batch:
