@@ -120,6 +120,19 @@ def test_pausing_keeps_requests_until_the_scheduler_resumes(face: Face) -> None:
     assert tokens_of(face, "a") == {"a": [1, 2]}
 
 
+def test_mode_wait_lets_running_requests_finish_where_the_engine_has_its_own_process(face: Face) -> None:
+    """C-12: the subprocess clients support it."""
+    if face.kind == "inproc":
+        with pytest.raises(ValueError, match="'wait'"):
+            face.sleep(level=0, mode="wait")
+        return
+    face.add_request(request("a", max_tokens=30))
+    face.sleep(level=0, mode="wait")
+    assert face.is_sleeping()
+    assert len(tokens_of(face, "a")["a"]) == 30
+    face.wake_up()
+
+
 def test_sleeping_and_waking_up(face: Face) -> None:
     """C-03, C-61."""
     face.sleep(level=1)

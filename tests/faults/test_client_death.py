@@ -13,7 +13,7 @@ import pytest
 from fault_executors import InChildProcess, Obedient
 
 from client_harness import MP_FACES, PATIENCE_S, Face, echo_face, fake_python, make_client, mp_client, request
-from enginewire import EngineConfig, EngineDeadError
+from enginewire import EngineConfig, EngineDeadError, EngineStartupError
 from enginewire.client import async_mp, sync_mp
 from enginewire.testing import wait_until
 
@@ -206,8 +206,6 @@ print("x" * 1_000_000)
 print("the end", flush=True)
 os._exit(1)
 """
-    from enginewire.errors import EngineStartupError
-
     monkeypatch.setattr("sys.executable", fake_python(tmp_path, flood))
     with pytest.raises(EngineStartupError) as caught:
         make_client("sync", EngineConfig.create("echo", forward_engine_log=False))
@@ -228,3 +226,44 @@ def test_an_output_beyond_the_limit_ends_the_engine_rather_than_a_wait(
         call = face.start("collective_rpc", "big", args=(100_000,))
         with pytest.raises(EngineDeadError, match=r"connection to it was lost.*max_frame_bytes \(100000\)"):
             call.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("words", ["b''", "b'garbage'", "bytes(100)", "b'\\xff' * 100_000"])
+def test_last_words_that_make_no_sense_do_not_hide_the_exit_status(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-27."""
+    monkeypatch.setattr("sys.executable", fake_python(tmp_path, f"lifeline._socket.sendall({words})\nos._exit(4)"))
+    with pytest.raises(EngineStartupError, match="exited with status 4") as caught:
+        make_client("sync", EngineConfig.create("echo", forward_engine_log=False))
+    assert caught.value.exit_code == 4
+
+
+def test_a_traceback_survives_what_is_printed_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-27: the log's tail is short, and libraries print when they are torn down."""
+    script = """
+from enginewire.engine.spec import DeathNote
+tail = ["  in the model", "ValueError: wrong"]
+DeathNote(stage="startup", cause="ValueError: wrong", traceback_tail=tail).send(lifeline)
+for i in range(100):
+    print("tearing down", i, flush=True)
+os._exit(1)
+"""
+    monkeypatch.setattr("sys.executable", fake_python(tmp_path, script))
+    with pytest.raises(EngineStartupError, match=r"ValueError: wrong \(its process exited with status 1\)") as caught:
+        make_client("sync", EngineConfig.create("echo", forward_engine_log=False))
+    assert "in the model" in str(caught.value)
+    assert "tearing down 99" in str(caught.value)
+
+
+def test_a_status_that_somebody_else_took_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-26, C-27: an application that waits for all of its children must not make a kill look like a clean exit."""
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with echo_face("sync") as face:
+            os.kill(engine_pid(face), signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="took its exit status") as caught:
+                face.get_output()
+            assert caught.value.death.exit_code is None
+    finally:
+        signal.signal(signal.SIGCHLD, previous)

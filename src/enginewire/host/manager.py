@@ -64,6 +64,7 @@ class EngineProcess:
         self.death: EngineDeath | None = None
         self.expected_death: tuple[float, str] | None = None
         self.is_leaving = False
+        self.is_status_lost = False
         self._partial_line = b""
         self._words = b""
         payload = spec.encode()
@@ -110,6 +111,7 @@ class EngineProcess:
         try:
             return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # somebody waits for all children of this process
+            self.is_status_lost = True
             return True
 
     def signal(self, number: int, *, group: bool = False) -> None:
@@ -120,16 +122,23 @@ class EngineProcess:
     def reap(self) -> EngineDeath:
         """Kill what is left of its group, collect status and last words, and say why it ended."""
         self.signal(signal.SIGKILL, group=True)
-        status = self.popen.wait()
+        status: int | None = self.popen.wait()
         while self.read_lifeline():
             pass
         self.read_log()
         self.log.close()
         self.lifeline.close()
+        if self.is_status_lost:  # what `wait` returns then is made up
+            status, how = None, "ended, and something else in this process took its exit status (waitpid, SIGCHLD)"
+        else:
+            how = describe_exit(self.popen.returncode)
         note = self._note()
-        how = describe_exit(status)
-        cause = how if note is None else f"{note.cause} (its process {how})"
-        return EngineDeath(self.engine_index, cause, status, tuple(self.log_tail))
+        if note is None:
+            return EngineDeath(self.engine_index, how, status, tuple(self.log_tail))
+        tail = tuple(self.log_tail)
+        if note.traceback_tail and note.traceback_tail[-1] not in tail:  # later lines have pushed it out
+            tail += tuple(note.traceback_tail)
+        return EngineDeath(self.engine_index, f"{note.cause} (its process {how})", status, tail)
 
     def read_log(self) -> bool:
         """Take in what it printed; ``False`` once there will be no more."""

@@ -16,8 +16,8 @@ EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 class PeerWatch:
     """Watches the connections of one bound tcp socket that has one peer worth watching.
 
-    Connections are told apart by their descriptor. Those that exist when :meth:`settle` is called are the peer's;
-    strangers that come and go later do not count.
+    Connections are told apart by their descriptor. Those that exist when :meth:`settle` is called are the peer's, or
+    the first one after that, as a PUSH may still be connecting then; strangers that come and go later do not count.
 
     Used by one thread at a time, and read often: a monitor that nobody drains stops ZeroMQ's I/O thread.
     """
@@ -27,11 +27,13 @@ class PeerWatch:
         self._monitor = socket.get_monitor_socket(EVENTS)
         self._open: set[int] = set()
         self._peer: set[int] = set()
+        self._is_settled = False
         self._is_lost = False
 
     def settle(self) -> None:
         """Take the connections there are for the peer's."""
         self._drain()
+        self._is_settled = True
         self._peer = set(self._open)
         self._is_lost = False
 
@@ -49,6 +51,8 @@ class PeerWatch:
             event, descriptor = struct.unpack("=HI", frames[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(descriptor)
+                if self._is_settled and not self._peer:
+                    self._peer.add(descriptor)
             else:
                 self._open.discard(descriptor)
                 self._is_lost = self._is_lost or descriptor in self._peer
