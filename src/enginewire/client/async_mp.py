@@ -66,8 +66,7 @@ class AsyncMPClient(MPClient):
 
             self.resources.on_closed = on_closed
             self.start_engine_core_monitor()
-            with contextlib.suppress(RuntimeError):  # no loop is running: the receiver starts at first use
-                asyncio.get_running_loop()
+            if _has_running_loop():  # otherwise the receiver starts at first use
                 self._ensure_receiver()
         except BaseException:
             self.shutdown(timeout=0)
@@ -85,9 +84,10 @@ class AsyncMPClient(MPClient):
     async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
         waiter: asyncio.Future[Any] = self._ensure_receiver().create_future()
         call_id = self.inbox.calls.start(method, waiter)
+        limit = asyncio.timeout(timeout)
         try:
             self._send_utility(call_id, method, args)
-            async with asyncio.timeout(timeout) as limit:
+            async with limit:
                 return await waiter
         except TimeoutError as exc:
             if not limit.expired():
@@ -263,8 +263,13 @@ class _Receiver:
         self._socket.close(linger=0)
 
 
-def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+def _has_running_loop() -> bool:
     try:
-        return asyncio.get_running_loop() is loop
+        asyncio.get_running_loop()
     except RuntimeError:
         return False
+    return True
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    return _has_running_loop() and asyncio.get_running_loop() is loop

@@ -5,6 +5,7 @@ That is all but waiting: sockets, processes, start-up, sending, death. A face ad
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -23,7 +24,7 @@ from enginewire.client.resources import BackgroundResources, closed_error
 from enginewire.client.startup import EngineStartup, apply_ready_responses, wait_for_engines
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
-from enginewire.errors import EngineDeath
+from enginewire.errors import EngineDeadError, EngineDeath
 from enginewire.host.executor_source import executor_source
 from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints
@@ -236,7 +237,8 @@ class MPClient(EngineCoreClient):
         """Send ABORT; no-op for no ids and for an engine that is gone (C-42)."""
         if not request_ids or self.engine_dead or self.resources.closing:
             return
-        self._send(ABORT, list(request_ids))
+        with contextlib.suppress(EngineDeadError):  # it is gone, and its requests with it
+            self._send(ABORT, list(request_ids))
         self.inbox.forget(request_ids)
 
     def _send_utility(self, call_id: int, method: str, args: Sequence[Any]) -> None:
