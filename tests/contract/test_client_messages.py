@@ -25,10 +25,10 @@ from client_harness import (
     output,
     request,
 )
-from enginewire import EngineCoreOutputs, EngineDeadError, FinishReason, UtilityCallError
+from enginewire import ClientClosedError, EngineCoreOutputs, EngineDeadError, FinishReason, UtilityCallError
 from enginewire.client import async_mp, sync_mp
 from enginewire.errors import DuplicateRequestIdError, EncodeError, UtilityTimeoutError
-from enginewire.testing import MockEngine, mock_ready, wait_until
+from enginewire.testing import MockEngine, Received, mock_ready, wait_until
 from enginewire.wire.arrays import LogprobsLists, Tensor
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ENGINE_CORE_DEAD
@@ -472,8 +472,6 @@ def test_an_answer_to_a_cancelled_call_is_dropped(pair: tuple[Face, MockEngine])
 
 def test_shutdown_fails_the_calls_in_flight(pair: tuple[Face, MockEngine]) -> None:
     """C-32, C-22: safe while another call is waiting."""
-    from enginewire import ClientClosedError
-
     face, engine = pair
     waiting = [face.start("get_output"), face.start("call_utility", "a"), face.start("call_utility", "b")]
     engine.expect_utility()
@@ -482,6 +480,42 @@ def test_shutdown_fails_the_calls_in_flight(pair: tuple[Face, MockEngine]) -> No
     for future in waiting:
         with pytest.raises(ClientClosedError):
             future.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+@pytest.mark.parametrize("attempt", range(4))
+def test_shutdown_in_the_middle_of_traffic_gives_one_kind_of_error(kind: str, attempt: int) -> None:
+    """C-22, C-23: nobody finds a closed socket under his hands."""
+
+    def answer(engine: MockEngine, received: Received) -> None:
+        if received.kind == "ADD":
+            engine.send_outputs([output(received.message.request_id, finished=True)])
+        elif received.kind == "UTILITY":
+            engine.answer_utility(received.message)
+
+    with mock_face(kind, on_message=answer) as (face, engine):
+
+        def work(step: int) -> None:
+            for i in range(100_000):
+                if step:
+                    face.add_request(request(f"{step}-{i}"))
+                else:
+                    face.call_utility("is_sleeping")
+                face.get_output() if step == 1 else None
+
+        def outcome(step: int) -> BaseException | None:
+            try:
+                work(step)
+            except BaseException as exc:
+                return exc
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            workers = [pool.submit(outcome, step) for step in range(3)]
+            wait_until(lambda: len(engine.received) > 20 * (attempt + 1), PATIENCE_S, "traffic")
+            face.client.shutdown()
+            errors = [worker.result(PATIENCE_S) for worker in workers]
+        assert [type(error) for error in errors] == [ClientClosedError] * 3, errors
 
 
 def test_utilities_are_answered_while_ten_thousand_outputs_wait(pair: tuple[Face, MockEngine]) -> None:

@@ -103,7 +103,7 @@ def test_without_drain_time_running_requests_are_aborted() -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
 def test_a_client_that_is_dropped_is_cleaned_up_and_says_that_it_was_forgotten(kind: str) -> None:
-    """C-21, C-22."""
+    """C-21, C-22, C-26: neither receiver nor monitor keeps it alive."""
     with echo_face(kind) as face:
         pid = engine_pid(face)
 

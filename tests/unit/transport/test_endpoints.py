@@ -74,6 +74,15 @@ def test_engines_started_elsewhere_come_by_tcp(host: str, port: int, handshake: 
     assert choose_endpoints(config) == Endpoints(handshake, sockets, sockets)
 
 
+def test_nothing_is_reachable_from_other_hosts_unless_asked_for() -> None:
+    """Defect 34: whoever can connect may inject requests."""
+    for settings in ({}, {"transport": "tcp"}, {"data_parallel_size_local": 0}):
+        endpoints = choose_endpoints(EngineConfig.create("echo", **settings))
+        for address in (endpoints.handshake, endpoints.input, endpoints.output):
+            assert address.startswith(("ipc://", "tcp://127.0.0.1:"))
+        endpoints.remove()
+
+
 def test_ipv6_literals_are_bracketed_and_recognised() -> None:
     """Protocol A.2."""
     assert (tcp_host("::1"), tcp_host("[::1]"), tcp_host("host")) == ("[::1]", "[::1]", "host")
