@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import time
@@ -267,3 +268,35 @@ def test_a_status_that_somebody_else_took_is_not_made_up(monkeypatch: pytest.Mon
             assert caught.value.death.exit_code is None
     finally:
         signal.signal(signal.SIGCHLD, previous)
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_kill_in_the_middle_of_traffic_gives_everybody_the_same_cause(kind: str, number: signal.Signals) -> None:
+    """C-27: whatever comes first, a lost connection, an end of file or an exit status."""
+    with echo_face(kind) as face:
+
+        def work(step: int) -> None:
+            for i in range(1_000_000):
+                match step:
+                    case 0:
+                        face.call_utility("is_sleeping")
+                    case 1:
+                        face.add_request(request(f"{step}-{i}", max_tokens=1))
+                    case _:
+                        face.get_output()
+
+        def outcome(step: int) -> BaseException | None:
+            try:
+                work(step)
+            except BaseException as exc:
+                return exc
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            workers = [pool.submit(outcome, step) for step in range(3)]
+            wait_until(lambda: len(mp_client(face).inbox.live) > 10, PATIENCE_S, "traffic")
+            os.kill(engine_pid(face), number)
+            errors = [worker.result(PATIENCE_S) for worker in workers]
+        assert all(isinstance(error, EngineDeadError) for error in errors), errors
+        assert {error.death.cause for error in errors} == {f"killed by signal {number} ({number.name})"}  # type: ignore[union-attr]
