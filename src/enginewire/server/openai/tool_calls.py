@@ -67,36 +67,42 @@ class ToolCallReader:
     def __init__(self, completion_id: str, index: int) -> None:
         self._prefix = f"call-{completion_id}-{index}"
         self._held = ""
+        self._skips_space = False
         self.num_calls = 0
 
     def read(self, text: str, *, is_finished: bool) -> tuple[str, list[ToolCall]]:
         """Take new text; return what of the text so far is certainly content, and the calls that are complete.
 
-        What stands between the marks and is no call stays text.
+        What stands between the marks and is no call stays text. Space behind a call belongs to it.
         """
         self._held += text
         content: list[str] = []
         calls: list[ToolCall] = []
-        while True:
-            begin = self._held.find(BEGIN)
-            if begin < 0:
-                keep = 0 if is_finished else _overlap(self._held)
-                content.append(self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
-                break
-            end = self._held.find(END, begin)
+        while (begin := self._held.find(BEGIN)) >= 0:
+            content.append(self._shown(self._take(begin)))
+            end = self._held.find(END)
             if end < 0 and not is_finished:
-                content.append(self._held[:begin])
-                self._held = self._held[begin:]
-                break
-            stop = len(self._held) if end < 0 else end + len(END)
-            call = self._parse(self._held[begin + len(BEGIN) : len(self._held) if end < 0 else end])
-            content.append(self._held[:begin] if call else self._held[:stop])
-            self._held = self._held[stop:]
-            if call:
+                return "".join(content), calls
+            marked = self._take(len(self._held) if end < 0 else end + len(END))
+            call = self._parse(marked.removeprefix(BEGIN).removesuffix(END))
+            if call is None:
+                content.append(self._shown(marked))
+            else:
                 calls.append(call)
-        shown = "".join(content)
-        return ("" if self.num_calls and shown.isspace() else shown), calls
+                self._skips_space = True
+        kept = 0 if is_finished else _overlap(self._held)
+        content.append(self._shown(self._take(len(self._held) - kept)))
+        return "".join(content), calls
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _shown(self, text: str) -> str:
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
+        return text
 
     def _parse(self, text: str) -> ToolCall | None:
         try:
