@@ -235,6 +235,18 @@ def mock_face(
             face.close()
 
 
+def assert_serves(face: Face, engine: MockEngine, request_id: str = "proof") -> None:
+    """Show that requests and utilities still work."""
+    face.add_request(request(request_id))
+    assert engine.expect_add().request_id == request_id
+    engine.send_outputs([output(request_id, [42], finished=True)])
+    (got,) = face.outputs(1)
+    assert (got.request_id, got.new_token_ids) == (request_id, [42])
+    answer = face.start("call_utility", "is_sleeping")
+    engine.answer_utility(engine.expect_utility(), False)
+    assert answer.result(PATIENCE_S) is False
+
+
 def mp_client(face: Face) -> MPClient:
     """Return the client of a face, for a look inside."""
     assert isinstance(face.client, MPClient)
