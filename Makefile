@@ -18,13 +18,16 @@ ARGS ?=
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help setup run test fmt lint types check docs faults soak bench bench-check bench-serve ci clean
+.PHONY: help setup run serve test fmt lint types check docs faults soak bench bench-check bench-serve ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(RUN_STAMP) ## complete a prompt with the default model; PROMPT="…" ARGS="--max-tokens 20"
 	@$(BIN)/enginewire run "$(PROMPT)" $(ARGS)
+
+serve: $(RUN_STAMP) ## serve the default model at http://127.0.0.1:8000; ARGS="--port 0"
+	@$(BIN)/enginewire serve $(ARGS)
 
 test: $(DEV_STAMP) ## run the test suite; ARGS="-k name"
 	@$(BIN)/enginewire pull
@@ -87,8 +90,8 @@ $(VENV)/pyvenv.cfg:
 	@"$(PYTHON)" -m venv "$(VENV)" || { rm -rf "$(VENV)"; exit 1; }
 
 $(RUN_STAMP): $(VENV)/pyvenv.cfg pyproject.toml
-	@echo "Installing enginewire and the OpenVINO engine into $(VENV) (once, about a minute) …"
-	@$(PIP) install --editable '.[openvino]'
+	@echo "Installing enginewire, the OpenVINO engine and the server into $(VENV) (once, about a minute) …"
+	@$(PIP) install --editable '.[openvino,serve]'
 	@touch $@
 
 $(DEV_STAMP): $(VENV)/pyvenv.cfg pyproject.toml

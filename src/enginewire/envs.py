@@ -44,6 +44,11 @@ def allow_insecure_serialization() -> bool:
     return os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") == "1"
 
 
+def api_key() -> str | None:
+    """``ENGINEWIRE_API_KEY``: the key that ``enginewire serve`` wants from clients (none)."""
+    return os.environ.get("ENGINEWIRE_API_KEY") or None
+
+
 def cache_dir() -> str | None:
     """``ENGINEWIRE_CACHE``: folder for models (``$XDG_CACHE_HOME/enginewire``, else ``~/.cache/enginewire``)."""
     return os.environ.get("ENGINEWIRE_CACHE") or None

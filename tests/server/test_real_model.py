@@ -132,3 +132,11 @@ def test_client_that_leaves_in_the_prefill_frees_the_engine(served: Served) -> N
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{served.url}/v1/completions", json={"prompt": "word " * 3000, "max_tokens": 500}, timeout=0.3)
     wait_until(lambda: served.num_live() == 0, "it is gone", timeout_s=30)
+
+
+def test_another_models_tokenizer_can_be_used() -> None:
+    with serve("echo", "--tokenizer", "smollm2-135m", "--served-model-name", "mixed") as served:
+        body = {"prompt": "The capital of France", "max_tokens": 4, "return_token_ids": True}
+        made = httpx.post(f"{served.url}/v1/completions", json=body).json()
+    assert made["choices"][0]["text"] == "The capital of France"
+    assert len(made["choices"][0]["prompt_token_ids"]) == 4

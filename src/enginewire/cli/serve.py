@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from typing import TYPE_CHECKING, Final
 
+from enginewire import envs
 from enginewire.cli.options import DEFAULT_MODEL_NAME, add_engine_options, engine_config
 from enginewire.cli.terminal import say
 from enginewire.errors import ConfigError
@@ -27,8 +27,6 @@ EXAMPLES = """\
   enginewire serve echo --port 0
   enginewire serve ./model.gguf --host 0.0.0.0 --api-key "$KEY" --max-queue 100"""
 
-API_KEY_VARIABLE: Final = "ENGINEWIRE_API_KEY"
-
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -44,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="0: any free one, printed (default: %(default)s)")
     add("--served-model-name", action="append", metavar="NAME", help="name in requests; repeatable (default: MODEL's)")
-    add("--api-key", action="append", metavar="KEY", help=f"wanted from clients; repeatable; also ${API_KEY_VARIABLE}")
+    add("--api-key", action="append", metavar="KEY", help="wanted from clients; repeatable; also $ENGINEWIRE_API_KEY")
     add("--admin", action="store_true", help="have /sleep, /pause, /collective_rpc and their like")
     add("--max-queue", type=int, default=1024, metavar="N", help="completions that may wait (default: %(default)s)")
     add("--max-body-bytes", type=int, default=32 << 20, metavar="N", help="largest request (default: %(default)s)")
@@ -65,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exit-on-engine-death", action="store_true", help="end with a non-zero status when the engine dies")
     add("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
     add_engine_options(parser, for_server=True)
-    engine = parser.add_argument_group("engine limits").add_argument
+    engine = parser.add_argument_group("model").add_argument
+    engine("--tokenizer", metavar="MODEL", help="take the tokenizer and the chat template from here (default: MODEL)")
     engine("--max-model-len", type=int, metavar="N", help="most tokens of prompt and output together")
     engine("--max-num-seqs", type=int, metavar="N", help="most completions that the engine runs at once")
 
@@ -90,10 +89,11 @@ def execute(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace, model: str) -> ServerSettings:
     from enginewire.server.settings import ServerSettings, default_model_name
 
-    keys = args.api_key or [key for key in (os.environ.get(API_KEY_VARIABLE),) if key]
+    keys = args.api_key or [key for key in (envs.api_key(),) if key]
     return ServerSettings(
         host=args.host,
         port=args.port,
+        tokenizer=args.tokenizer,
         served_model_names=tuple(args.served_model_name or [default_model_name(model)]),
         api_keys=tuple(keys),
         admin=args.admin,

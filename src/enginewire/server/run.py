@@ -66,7 +66,7 @@ async def serve(config: EngineConfig, settings: ServerSettings, on_ready: Callab
 async def _serve_engine(
     config: EngineConfig, settings: ServerSettings, gate: _Gate, stopped: asyncio.Event, on_ready: Callable[[], None]
 ) -> int:
-    starting = asyncio.create_task(_start_engine(config), name="enginewire-start")
+    starting = asyncio.create_task(_start_engine(config, settings.tokenizer), name="enginewire-start")
     if not await _first(starting, stopped.wait()):
         logger.info("told to stop while the engine starts; a second signal does not wait for it")
         starting.cancel()
@@ -84,8 +84,8 @@ async def _serve_engine(
         await asyncio.to_thread(llm.shutdown)
 
 
-async def _start_engine(config: EngineConfig) -> AsyncLLM:
-    llm = await AsyncLLM.create(config=config)
+async def _start_engine(config: EngineConfig, tokenizer: str | None) -> AsyncLLM:
+    llm = await AsyncLLM.create(config=config, tokenizer=tokenizer)
     try:
         await asyncio.to_thread(lambda: llm.tokenizer)  # the first request should not wait for it
     except BaseException:

@@ -20,6 +20,7 @@ class ServerSettings:
         host: address to listen on.
         port: 0: any that is free.
         served_model_names: names that requests may use; the first is the one in responses.
+        tokenizer: the model to take tokenizer and chat template from; ``None``: the one that is served.
         api_keys: if there are any, requests need one of them.
         admin: whether the endpoints that stop, change and look into the engine exist.
         max_queue: completions that may wait beyond those that the engine runs at once; more are refused with 429.
@@ -32,6 +33,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     served_model_names: tuple[str, ...]
+    tokenizer: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin: bool = False
     max_queue: int = 1024
