@@ -48,7 +48,9 @@ class StopRules:
         if self._eos is not None:
             self._stops |= {self._eos}
         detection = params.repetition_detection
-        self._repetition = _Repetition(detection) if detection is not None and detection.max_pattern_size > 0 else None
+        self._repetition = None
+        if detection is not None and detection.max_pattern_size > 0:
+            self._repetition = _Repetition(detection, self._limit)
         self.num_output_tokens = 0
 
     def advance(self, token_ids: list[int]) -> Stop | None:
@@ -86,8 +88,10 @@ class _Repetition:
 
     __slots__ = ("_min_count", "_recent", "_runs", "_sizes")
 
-    def __init__(self, params: RepetitionDetectionParams) -> None:
-        self._sizes = range(max(params.min_pattern_size, 1), params.max_pattern_size + 1)
+    def __init__(self, params: RepetitionDetectionParams, num_tokens: int) -> None:
+        # What occurs min_count times in the whole output is no longer than this, whatever a request says.
+        longest = min(params.max_pattern_size, num_tokens // params.min_count)
+        self._sizes = range(max(params.min_pattern_size, 1), longest + 1)
         self._min_count = params.min_count
         self._recent: list[int] = []
         self._runs = dict.fromkeys(self._sizes, 0)

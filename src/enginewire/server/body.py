@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from enginewire.errors import InvalidRequestError
 from enginewire.server.http import Request
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,15 @@ def decode_body(kind: type[T], request: Request) -> T:
     Raises:
         msgspec.ValidationError: a value is not of its type; the message names the field.
         msgspec.DecodeError: the body is no JSON.
+        InvalidRequestError: it is nested too deeply.
     """
-    value: T = _decoder(kind).decode(request.body)
+    try:
+        value: T = _decoder(kind).decode(request.body)
+        given = _keys_decoder.decode(request.body)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
     names = _field_names(kind)
-    for name in _keys_decoder.decode(request.body):
+    for name in given:
         if name not in names and (kind.__name__, name) not in _reported and len(_reported) < MAX_REPORTED:
             _reported.add((kind.__name__, name))
             logger.warning("ignoring the unknown field %r of a %s, now and later", name, kind.__name__)

@@ -9,7 +9,9 @@ from typing import Any, Final, cast
 from enginewire.errors import InvalidRequestError, ModelError
 from enginewire.text.tokenizer import Tokenizer
 
-RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "template"})
+RESERVED: Final = frozenset(
+    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "template", "self"}
+)
 """Template variables that are not the client's."""
 
 
@@ -65,7 +67,7 @@ def _parsed_call(call: object) -> object:
         case {"function": {"arguments": str(text), **function}, **rest}:
             try:
                 return {**rest, "function": {**function, "arguments": json.loads(text)}}
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise InvalidRequestError(
                     "the arguments of an assistant's tool call must be JSON", parameter="messages"
                 ) from None

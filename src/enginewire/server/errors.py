@@ -10,6 +10,7 @@ import msgspec
 from enginewire.errors import (
     ClientClosedError,
     DuplicateRequestIdError,
+    EncodeError,
     EngineClientError,
     EngineDeadError,
     EngineGenerateError,
@@ -102,6 +103,10 @@ class UnavailableError(Exception):
         self.code = code
 
 
+class NotReadyError(Exception):
+    """New work should go elsewhere."""
+
+
 class NotFoundError(Exception):
     """There is no such thing; ``param`` and ``code`` say of which kind."""
 
@@ -146,6 +151,8 @@ def http_error(exc: Exception) -> HTTPError:
             return HTTPError(400, str(exc), param="request_id", code="duplicate_request_id")
         case ModelError():
             return HTTPError(400, str(exc), code="unsuitable_model")
+        case EncodeError():  # what a request holds goes to the engine: a number of more than 64 bits, say
+            return HTTPError(400, f"the engine cannot be told this: {exc}")
         case UnauthorizedError():
             return HTTPError(401, str(exc), code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         case NotFoundError():
@@ -158,6 +165,8 @@ def http_error(exc: Exception) -> HTTPError:
             return HTTPError(415, str(exc), code="unsupported_media_type")
         case OverloadedError():
             return _try_later(429, str(exc), "queue_full")
+        case NotReadyError():
+            return _try_later(503, str(exc), "not_ready")
         case UnavailableError():
             return _try_later(503, str(exc), exc.code)
         case _:

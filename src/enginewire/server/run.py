@@ -96,13 +96,15 @@ async def _start_engine(config: EngineConfig, tokenizer: str | None) -> AsyncLLM
 
 async def _until_stopped(app: App, settings: ServerSettings, stopped: asyncio.Event) -> int:
     context = app.context
-    died = asyncio.create_task(context.monitor.wait_died(), name="enginewire-death-watch")
-    if settings.exit_on_engine_death and await _first(died, stopped.wait()):
-        context.admission.close(UnavailableError("the engine is dead and the server leaves", "engine_dead"))
-        await _within(FLUSH_S, context.admission.wait_idle())  # running streams hear of it
-        raise EngineDeadError(died.result())
-    died.cancel()
-    await stopped.wait()
+    if settings.exit_on_engine_death:
+        died = asyncio.create_task(context.monitor.wait_died(), name="enginewire-death-watch")
+        if await _first(died, stopped.wait()):
+            context.admission.close(UnavailableError("the engine is dead and the server leaves", "engine_dead"))
+            await _within(FLUSH_S, context.admission.wait_idle())  # running streams hear of it
+            raise EngineDeadError(died.result())
+        died.cancel()
+    else:
+        await stopped.wait()
     await _drain(app, settings.shutdown_timeout_s)
     return 0
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 from enginewire._version import __version__
 from enginewire.server.body import decode_body
 from enginewire.server.context import Context, Endpoint
-from enginewire.server.errors import RETRY_AFTER_S, HTTPError
+from enginewire.server.errors import NotReadyError
 from enginewire.server.http import Reply, Request, Response, json_response
 from enginewire.server.playground import page
 from enginewire.server.state import StateSnapshot
@@ -44,14 +44,14 @@ class AbortResponse(Struct):
 async def get_health(context: Context, request: Request) -> Reply:
     """200 unless the engine is dead and stays so."""
     if (death := context.monitor.death) is not None:
-        raise HTTPError(503, f"engine {death.engine_index} is dead: {death.cause}", code="engine_dead")
+        raise death.exception()
     return json_response(Status("ok"))
 
 
 async def get_ready(context: Context, request: Request) -> Reply:
     """200 if new work is welcome."""
     if (reason := context.monitor.why_not_ready()) is not None:
-        raise HTTPError(503, reason, code="not_ready", headers={"Retry-After": str(RETRY_AFTER_S)})
+        raise NotReadyError(reason)
     return json_response(Status("ready"))
 
 

@@ -103,6 +103,13 @@ def test_repetition_is_found_far_into_an_output() -> None:
     assert found[0] == 209
 
 
+def test_patterns_longer_than_the_output_can_hold_cost_nothing() -> None:
+    """A request that asked for patterns of 2**40 tokens took all memory."""
+    detection = RepetitionDetectionParams(max_pattern_size=2**40, min_count=3)
+    found = stop_after(rules(max_tokens=30, repetition_detection=detection), [11, 12, 13, 14, 15] * 3)
+    assert found == (15, Stop(1, FinishReason.REPETITION, "repetition_detected"))
+
+
 def test_repetition_below_min_tokens_counts_but_does_not_stop() -> None:
     detection = RepetitionDetectionParams(min_pattern_size=1, max_pattern_size=1, min_count=2)
     assert stop_after(rules(min_tokens=4, repetition_detection=detection), [5, 5, 5, 5]) == (

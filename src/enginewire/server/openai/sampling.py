@@ -12,7 +12,11 @@ from enginewire.server.openai.requests import (
     JSONSchemaFormat,
     SamplingFields,
 )
-from enginewire.wire.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from enginewire.wire.sampling import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 SAME_NAME: Final = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "top_k", "min_p",
@@ -24,6 +28,13 @@ SAME_NAME: Final = (
 
 MAX_BIAS: Final = 100.0
 """OpenAI's bound of ``logit_bias``: such a token is taken always, or never."""
+
+MAX_PATTERN_SIZE: Final = 1024
+"""Bound of ``repetition_detection``: every token costs the engine a comparison per size, about 0.1 ms for so many, and
+all requests of a step wait for that."""
+
+MAX_STOP_STRINGS: Final = 128
+"""Every token's text is searched for each of them, on the event loop."""
 
 
 def sampling_params(
@@ -40,6 +51,7 @@ def sampling_params(
     Raises:
         InvalidRequestError: a value is out of range, or two contradict each other.
     """
+    _check_costs(fields)
     given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(fields, name)) is not None}
     if fields.logit_bias:
         given["logit_bias"] = {
@@ -66,6 +78,21 @@ def check_stream_options(fields: SamplingFields) -> None:
         raise InvalidRequestError("stream_options needs stream=true", parameter="stream_options")
     if fields.stream and fields.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs is not available with stream=true", parameter="prompt_logprobs")
+
+
+def _check_costs(fields: SamplingFields) -> None:
+    """Refuse what would cost everybody else too much: one client must not stop the server."""
+    if isinstance(fields.stop, list) and len(fields.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {len(fields.stop)} strings; at most {MAX_STOP_STRINGS} are searched for", parameter="stop"
+        )
+    detection = fields.repetition_detection
+    if detection is not None and detection.max_pattern_size > MAX_PATTERN_SIZE:
+        raise InvalidRequestError(
+            f"repetition_detection.max_pattern_size must be at most {MAX_PATTERN_SIZE}, "
+            f"got {detection.max_pattern_size}",
+            parameter="repetition_detection",
+        )
 
 
 def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
