@@ -243,7 +243,7 @@ def assert_serves(face: Face, engine: MockEngine, request_id: str = "proof") -> 
     (got,) = face.outputs(1)
     assert (got.request_id, got.new_token_ids) == (request_id, [42])
     answer = face.start("call_utility", "is_sleeping")
-    engine.answer_utility(engine.expect_utility(), False)
+    engine.answer_utility(engine.expect_utility("is_sleeping"), False)
     assert answer.result(PATIENCE_S) is False
 
 

@@ -6,6 +6,7 @@ and drops what makes no sense: no message ends a receiver (defects 17 to 20).
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,7 @@ class Inbox:
         calls: utility calls in flight.
         live: ids of requests whose last output has not been taken yet.
         dropped: messages that made no sense, so far.
+        in_doubt: one of them may have been an engine's, and the last that a request was to hear.
         death: why the engine is gone, once it is. The first cause sticks.
     """
 
@@ -45,10 +47,12 @@ class Inbox:
         self.calls = UtilityCalls(allow_pickle=config.allow_pickle)
         self.live: set[str] = set()
         self.dropped = 0
+        self.in_doubt = False
         self.death: EngineDeath | None = None
         self._engine_indexes = frozenset(engine_indexes)
         self._on_death_marker = on_death_marker
         self._has_marker = False
+        self._lost: list[str] = []
         # Two decoders: a receiving thread looks for utility answers while the consumer decodes outputs.
         self._decoder = OutputsDecoder()
         self._utility_decoder = OutputsDecoder()
@@ -76,6 +80,7 @@ class Inbox:
             message = self._utility_decoder.decode(frames)
         except DecodeError as exc:
             self._drop(str(exc))
+            self.in_doubt = True
             return False
         if message.utility_output is None:
             return True
@@ -107,25 +112,34 @@ class Inbox:
         apply_ready_responses(self.config, [response])
         reason = f"{INTERNAL_PREFIX}engine {index} was restarted while the request ran"
         self.calls.fail_pending(lambda: UtilityCallError(f"engine {index} was restarted meanwhile", method=""))
-        return ReceivedOutputs(
-            engine_index=index,
-            outputs=[
-                ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
-                for request_id in list(self.live)  # a copy: consumers in other threads change it meanwhile
-            ],
-        )
+        return _failures(list(self.live), reason)  # a copy: consumers in other threads change it meanwhile
+
+    def note_known(self, asked: frozenset[str], answer: concurrent.futures.Future[list[str]]) -> None:
+        """Take the engine's answer to which requests it knows: those of ``asked`` that it does not know are lost."""
+        if answer.cancelled() or answer.exception() is not None:
+            logger.warning("a message was dropped, and the engine cannot say whether it ended a request")
+        else:
+            self._lost += asked.difference(answer.result())
+
+    def take_losses(self) -> EngineCoreOutputs | None:
+        """Return the failures of requests whose last output was dropped, for the consumer."""
+        lost, self._lost = self._lost, []
+        reason = f"{INTERNAL_PREFIX}its last output could not be decoded and was dropped"
+        return _failures(lost, reason) if lost else None
 
     # The consumer's side.
 
     def take(self, item: Frames | EngineCoreOutputs) -> EngineCoreOutputs | None:
         """Decode a message for the consumer and forget the requests that it ends; ``None`` if it makes no sense."""
-        if isinstance(item, EngineCoreOutputs):
+        if isinstance(item, EngineCoreOutputs):  # our own: failures of requests that may have ended meanwhile
             message = item
+            message.outputs = [output for output in message.outputs if output.request_id in self.live]
         else:
             try:
                 message = self._decoder.decode(item)
             except DecodeError as exc:
                 self._drop(str(exc))
+                self.in_doubt = True
                 return None
             if message.engine_index not in self._engine_indexes:
                 self._drop(f"outputs of engine {message.engine_index}, which is not ours")
@@ -162,3 +176,12 @@ class Inbox:
     def _drop(self, what: str) -> None:
         self.dropped += 1
         logger.error("dropped %s", what)
+
+
+def _failures(request_ids: Sequence[str], reason: str) -> EngineCoreOutputs:
+    return ReceivedOutputs(
+        outputs=[
+            ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+            for request_id in request_ids
+        ]
+    )

@@ -5,7 +5,9 @@ That is all but waiting: sockets, processes, start-up, sending, death. A face ad
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -24,7 +26,7 @@ from enginewire.client.resources import BackgroundResources, closed_error
 from enginewire.client.startup import EngineStartup, apply_ready_responses, wait_for_engines
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
-from enginewire.errors import EngineDeadError, EngineDeath
+from enginewire.errors import EngineClientError, EngineDeadError, EngineDeath
 from enginewire.host.executor_source import executor_source
 from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints
@@ -293,7 +295,23 @@ class MPClient(EngineCoreClient):
                 watch.settle()
         elif lost:
             self._connection_lost()
+        if self.inbox.in_doubt:
+            self._ask_for_losses()
+        if (failures := self.inbox.take_losses()) is not None:
+            messages.append(failures)
         return messages
+
+    def _ask_for_losses(self) -> None:
+        """Ask the engine which requests it knows, after a message was dropped that nobody could read.
+
+        On tcp it was a stranger's, as like as not; but if it held a request's last output, nothing would follow, and
+        its caller would wait for ever. Answers travel behind outputs, so what the answer leaves out has ended.
+        """
+        self.inbox.in_doubt = False
+        answer: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
+        answer.add_done_callback(functools.partial(self.inbox.note_known, frozenset(self.inbox.live)))
+        with contextlib.suppress(EngineClientError):  # gone or closed: whoever waits is told that
+            self._send_utility(self.inbox.calls.start("get_request_ids", answer), "get_request_ids", ())
 
     def _connection_lost(self) -> None:
         """Take the loss of a connection for the engine's death: outputs may be lost with it, and nobody would know."""

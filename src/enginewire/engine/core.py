@@ -134,6 +134,10 @@ class EngineCore:
         """Return what the engine serves, e.g. ``["generate"]``."""
         return list(self.capabilities.tasks)
 
+    def get_request_ids(self) -> list[str]:
+        """Return the ids of live requests. Ours, not the reference's: clients ask after a message was lost."""
+        return self.scheduler.request_ids
+
     def is_scheduler_paused(self) -> bool:
         """Whether the scheduler is paused."""
         return self.scheduler.pause_state is not PauseState.UNPAUSED

@@ -81,6 +81,11 @@ class Scheduler:
         """Requests in the admission queue."""
         return len(self._waiting)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of live requests."""
+        return [*self._running, *self._waiting]
+
     def has_requests(self) -> bool:
         """Whether any request is live."""
         return bool(self._running or self._waiting)
@@ -119,7 +124,7 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """End every request and tell the clients."""
-        self.abort([*self._running, *self._waiting], tell_clients=True)
+        self.abort(self.request_ids, tell_clients=True)
 
     def take_aborts(self) -> list[str]:
         """Hand over the ids the executor must forget, to tell it without a step."""

@@ -34,6 +34,7 @@ UTILITIES: Final = {
     "reset_mm_cache": Answered.AT_ONCE,
     "reset_encoder_cache": Answered.AT_ONCE,
     "get_kv_cache_group_metadata": Answered.AT_ONCE,
+    "get_request_ids": Answered.BETWEEN_STEPS,  # behind the outputs of the step before
     "reset_prefix_cache": Answered.BETWEEN_STEPS,
     "sleep": Answered.BETWEEN_STEPS,
     "wake_up": Answered.BETWEEN_STEPS,

@@ -1,0 +1,68 @@
+"""A message that nobody can read may have been the last that a request was to hear: nobody waits for ever (C-27)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import zmq
+
+from client_harness import MP_FACES, PATIENCE_S, echo_face, mock_face, mp_client, output, request
+from enginewire import FinishReason
+
+UNREADABLE = [b"\xc1\xc1\xc1"]
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+def test_a_request_whose_last_output_was_unreadable_fails_and_says_why(kind: str) -> None:
+    """C-27, defect 19: the engine is asked which requests it knows; those it does not know have ended."""
+    with mock_face(kind) as (face, engine):
+        for request_id in ("ended", "running"):
+            face.add_request(request(request_id))
+            engine.expect_add()
+        engine.send_raw([UNREADABLE[0]])
+        answer = face.start("get_output")
+        engine.answer_utility(engine.expect_utility("get_request_ids"), ["running"])
+        (failed,) = answer.result(PATIENCE_S).outputs
+        assert (failed.request_id, failed.finish_reason) == ("ended", FinishReason.ERROR)
+        assert "could not be decoded" in failed.stop_reason
+        assert mp_client(face).inbox.live == {"running"}
+        engine.send_outputs([output("running", [5], finished=True)])
+        assert face.outputs(1)[0].new_token_ids == [5]
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+def test_a_request_that_ended_well_meanwhile_is_not_failed(kind: str) -> None:
+    """What was on its way before the answer comes first, and settles it."""
+    with mock_face(kind) as (face, engine):
+        face.add_request(request("quick"))
+        engine.expect_add()
+        engine.send_raw([UNREADABLE[0]])
+        first = face.start("get_output")
+        call = engine.expect_utility("get_request_ids")
+        engine.send_outputs([output("quick", [9], finished=True)])
+        engine.answer_utility(call, [])
+        assert first.result(PATIENCE_S).outputs[0].new_token_ids == [9]
+        face.add_request(request("next"))
+        engine.expect_add()
+        later = face.start("get_output")
+        engine.send_outputs([output("next", [1], finished=True)])
+        # Either the answer's message, which holds nothing, or the next request's: never a failure of "quick".
+        got = later.result(PATIENCE_S).outputs or face.get_output().outputs
+        assert [each.request_id for each in got] == ["next"]
+
+
+def test_a_stranger_on_a_real_engines_socket_harms_no_request() -> None:
+    """The other direction of a frame that cannot be decoded: requests go on and end as ever."""
+    with echo_face("sync", executor_options={"step_time_s": 0.01}) as face:
+        face.add_request(request("r", max_tokens=300))
+        address = mp_client(face).resources.endpoints.output
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(address)
+            stranger.send(UNREADABLE[0])
+            stranger.send(os.urandom(64))
+            outputs = face.outputs(300)
+        assert [each.finish_reason for each in outputs][-1] is FinishReason.LENGTH
+        assert sum(len(each.new_token_ids) for each in outputs) == 300
+        assert mp_client(face).inbox.dropped == 2
+        assert face.pending_calls() == 0
