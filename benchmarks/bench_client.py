@@ -96,8 +96,9 @@ def run_engine(control_address: str) -> None:
     outputs: dict[Any, Any] = {}
     pushes = []
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[Any]).decode
-    while True:
-        for socket, _ in poller.poll():
+    parent = os.getppid()
+    while os.getppid() == parent:  # killed in the middle of a run, it cannot say stop
+        for socket, _ in poller.poll(1000):
             if socket is control:
                 command, *args = decode(control.recv())
                 if command == "stop":
