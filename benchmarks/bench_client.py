@@ -395,15 +395,17 @@ class Async(RawSync):
         """Return the longest time between two turns of somebody else on the loop during a burst."""
         longest = 0.0
         done = False
+        last = time.perf_counter()
 
         async def watch() -> None:
-            nonlocal longest
-            last = time.perf_counter()
-            while not done:
-                await asyncio.sleep(0)
+            nonlocal longest, last
+            while True:
                 now = time.perf_counter()
                 longest = max(longest, now - last)
                 last = now
+                if done:
+                    return
+                await asyncio.sleep(0)
 
         watching = asyncio.ensure_future(watch())
         engine.burst(self.which, BLOCK_MESSAGES, 1)
