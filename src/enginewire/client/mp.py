@@ -112,6 +112,7 @@ class MPClient(EngineCoreClient):
             local=launches,
             addresses=EngineZmqAddresses(inputs=[input_address], outputs=[output_address]),
             handshake=client_addresses is None,
+            max_model_len=self.config.max_model_len,
         )
         if client_addresses is None:
             resources.handshake_socket, address = bind_router(resources.context, endpoints.handshake, limit)

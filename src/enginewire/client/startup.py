@@ -43,13 +43,15 @@ class _Engine:
 
     said_hello: bool = False
     said_ready: bool = False
+    has_responded: bool = False
     response: EngineCoreReadyResponse | None = None
+    """``None`` after an empty one: there is nothing to apply."""
 
     @property
     def missing(self) -> str | None:
         if not self.said_hello:
             return "has not said HELLO"
-        if not (self.said_ready and self.response):
+        if not (self.said_ready and self.has_responded):
             return "has said HELLO and is not ready"
         return None
 
@@ -62,12 +64,20 @@ class EngineStartup:
         local: they were started by this process; otherwise they must be headless.
         addresses: what INIT tells them.
         handshake: do the handshake; otherwise somebody else does, and only ready responses are awaited.
+        max_model_len: of the configuration; what holds if an engine's ready response is empty.
     """
 
     def __init__(
-        self, engine_indexes: Collection[int], *, local: bool, addresses: EngineZmqAddresses, handshake: bool = True
+        self,
+        engine_indexes: Collection[int],
+        *,
+        local: bool,
+        addresses: EngineZmqAddresses,
+        handshake: bool = True,
+        max_model_len: int | None = None,
     ) -> None:
         self._local = local
+        self._max_model_len = max_model_len
         self._engines = {index: _Engine(not handshake, not handshake) for index in engine_indexes}
         self._init = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses=addresses, parallel_config={}))
         self._handshake = MsgpackDecoder(HandshakeMessage)
@@ -127,19 +137,20 @@ class EngineStartup:
         if engine is None:
             return
         index = engine_index_of(identity)
-        if not payload:
+        if not payload and self._max_model_len is None:
             raise EngineStartupError(
-                f"engine {index} sent an empty ready response; max_model_len is not known without one",
+                f"engine {index} sent an empty ready response, so max_model_len is not known; "
+                "set it in the configuration",
                 stage="ready",
                 engine_index=index,
             )
         try:
-            response = self._ready.decode([payload])
+            response = self._ready.decode([payload]) if payload else None
         except DecodeError as exc:
             raise EngineStartupError(f"engine {index}: {exc}", stage="ready", engine_index=index) from exc
-        if engine.response is not None:
+        if engine.has_responded:
             logger.warning("engine %s sent a second ready response, which replaces the first", index)
-        engine.response = response
+        engine.has_responded, engine.response = True, response
 
     def _known(self, identity: bytes, what: str) -> _Engine | None:
         index = engine_index_of(identity)
@@ -236,6 +247,8 @@ def apply_ready_responses(config: EngineConfig, responses: list[EngineCoreReadyR
 
     ``max_model_len`` takes the minimum, blocks are summed, capacity figures keep the first engine's.
     """
+    if not responses:
+        return
     config.num_gpu_blocks = sum(response.num_gpu_blocks for response in responses)
     lengths = [config.max_model_len, *(response.max_model_len for response in responses)]
     config.max_model_len = min(filter(None, lengths), default=None)

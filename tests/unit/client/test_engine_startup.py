@@ -142,3 +142,19 @@ def test_nothing_but_warnings_is_logged(startup: EngineStartup, caplog: pytest.L
     caplog.set_level(logging.INFO)
     startup.on_handshake(ENGINE_0, said("HELLO"))
     assert caplog.text == ""
+
+
+def test_an_empty_ready_response_is_taken_if_the_length_is_known() -> None:
+    """Protocol B.4: nothing to apply."""
+    startup = EngineStartup([0], local=False, addresses=ADDRESSES, handshake=False, max_model_len=512)
+    startup.on_ready_response(ENGINE_0, b"")
+    assert startup.is_complete
+    config = EngineConfig.create("echo", max_model_len=512)
+    apply_ready_responses(config, startup.responses)
+    assert (config.max_model_len, config.num_gpu_blocks) == (512, None)
+
+
+def test_an_empty_ready_response_without_a_length_says_what_to_set() -> None:
+    startup = EngineStartup([0], local=False, addresses=ADDRESSES, handshake=False)
+    with pytest.raises(EngineStartupError, match="set it in the configuration"):
+        startup.on_ready_response(ENGINE_0, b"")
