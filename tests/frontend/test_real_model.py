@@ -55,7 +55,7 @@ def test_greedy_texts_are_equal_from_asyncio_piece_by_piece(texts: list[str]) ->
             for prompt, text in zip(PROMPTS, texts, strict=True):
                 pieces = [output.outputs[0].text async for output in llm.generate(prompt, params)]
                 assert "".join(pieces) == text
-                assert len(pieces) > 10
+                assert len(pieces) > 1  # those that come while this loop has to wait are one
                 assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
     asyncio.run(main())
