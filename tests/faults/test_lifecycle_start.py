@@ -130,6 +130,35 @@ def _fail_to_start(name: str) -> Callable[[threading.Thread], None]:
     return start_thread
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_ctrl_c_while_the_monitor_thread_starts_leaves_nothing(
+    is_running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-21: the thread watches what was made by then, or finds that there is nothing left to watch."""
+    begin = threading.Thread.start
+    interrupted = threading.Event()
+    watch = manager.CoreEngineProcManager._watch
+    watching = threading.Event()
+
+    def watch_when_told(self: manager.CoreEngineProcManager) -> None:
+        watching.set()
+        if not is_running:
+            interrupted.wait(NOTICED_WITHIN_S)
+        watch(self)
+
+    def start_thread(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "enginewire-monitor":
+            assert watching.wait(NOTICED_WITHIN_S)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(manager.CoreEngineProcManager, "_watch", watch_when_told)
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    interrupted.set()
+
+
 @pytest.mark.parametrize("kind", MP_FACES[:2])
 @pytest.mark.parametrize(
     "point",

@@ -205,6 +205,8 @@ class CoreEngineProcManager:
         # Reentrant: the garbage collector may call `shutdown` in the middle of anything.
         self._lock = threading.RLock()
         self._on_death: Callable[[EngineDeath], None] | None = None
+        self._is_watched = False
+        self._is_given_up = False
         self._all_reaped = threading.Event()
         self._someone_died = threading.Event()
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -216,11 +218,20 @@ class CoreEngineProcManager:
             self._thread.start()
             _managers.add(self)
         except BaseException:
-            for process in self.processes:
-                process.reap()
-            self._wake_receiver.close()
-            self._wake_sender.close()
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        """Undo a construction that failed or was interrupted, which may be while the thread starts."""
+        with self._lock:
+            self._is_given_up = not self._is_watched
+        if self._is_watched:  # the thread reaps, and nobody else
+            self.shutdown(timeout=0)
+            return
+        for process in self.processes:
+            process.reap()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def watch_deaths(self, on_death: Callable[[EngineDeath], None]) -> None:
         """Have each death reported by the watching thread; one that happened already is reported at once."""
@@ -278,6 +289,10 @@ class CoreEngineProcManager:
             self._wake_sender.send(b"\0")
 
     def _watch(self) -> None:
+        with self._lock:
+            self._is_watched = not self._is_given_up
+        if self._is_given_up:
+            return
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_receiver, selectors.EVENT_READ, lambda: bool(self._wake_receiver.recv(4096)))
             for process in self.processes:
