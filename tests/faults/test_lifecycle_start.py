@@ -320,6 +320,17 @@ def test_a_model_file_that_is_missing_is_said(tmp_path: Path) -> None:
         make_client("sync", config).shutdown()
 
 
+def test_a_model_file_that_is_no_model_is_said_in_a_line_without_tracebacks(tmp_path: Path) -> None:
+    """Issue 2: the file, what came, what was expected."""
+    if importlib.util.find_spec("openvino_genai") is None:
+        pytest.skip("openvino_genai is not installed")
+    path = tmp_path / "page.gguf"
+    path.write_text("<html>404</html>")
+    with pytest.raises(EngineStartupError, match=r"page\.gguf: not a GGUF file: it starts with b'<htm'") as caught:
+        make_client("sync", EngineConfig.create(str(path), forward_engine_log=False)).shutdown()
+    assert "Traceback" not in str(caught.value)
+
+
 def test_a_client_can_be_made_in_a_worker_thread() -> None:
     """Issue 2: and outlives that thread."""
     made: list[SyncMPClient] = []

@@ -22,7 +22,7 @@ from typing import Final, Literal
 from enginewire.engine.channel import Channel
 from enginewire.engine.proc import EngineCoreProc, StoppedWhileStarting
 from enginewire.engine.process_setup import configure_logging, send_stdout_to_stderr
-from enginewire.engine.spec import DeathNote, EngineSpec
+from enginewire.engine.spec import DeathNote, EngineSpec, describe, explains_itself
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
         logger.info("stopped while starting")
     except BaseException as exc:
         if stage == "startup":
-            logger.critical("the engine cannot start", exc_info=exc)
+            trace = None if explains_itself(stage, exc) else exc
+            logger.critical("the engine cannot start: %s", describe(exc), exc_info=trace)
             leave_note(exc)
         return 1
     finally:

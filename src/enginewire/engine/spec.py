@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from enginewire.config import EngineConfig
 from enginewire.engine.channel import Channel
-from enginewire.errors import DecodeError, EncodeError, EngineClientError
+from enginewire.errors import ConfigError, DecodeError, EncodeError, EngineClientError, ModelError
 
 TRACEBACK_LINES: Final = 20
 """Lines of traceback in a note: the frames next to the failure, without those of our own loop."""
@@ -83,7 +83,7 @@ class DeathNote(Struct, kw_only=True):
     Attributes:
         stage: ``startup`` until the engine is ready.
         cause: one sentence, ``"ModelError: no such file: …"``.
-        traceback_tail: the last lines of the traceback, newest last.
+        traceback_tail: the last lines of the traceback, newest last; none if the cause says it all.
     """
 
     stage: Literal["startup", "running"]
@@ -93,8 +93,9 @@ class DeathNote(Struct, kw_only=True):
     @classmethod
     def of(cls, stage: Literal["startup", "running"], exc: BaseException) -> DeathNote:
         """Write the note for an exception. One that brings its own traceback from another process gives that."""
-        remote: list[str] | None = getattr(exc, "traceback_tail", None)
-        return cls(stage=stage, cause=describe(exc), traceback_tail=remote or tail_of(exc))
+        remote: list[str] = getattr(exc, "traceback_tail", [])
+        tail = remote if explains_itself(stage, exc) else tail_of(exc)
+        return cls(stage=stage, cause=describe(exc), traceback_tail=tail)
 
     def send(self, lifeline: Channel) -> None:
         """Send the note. A client that is gone does not read it."""
@@ -123,6 +124,13 @@ def describe(exc: BaseException) -> str:
     if isinstance(exc, AlreadyDescribed):
         return text
     return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
+
+
+def explains_itself(stage: Literal["startup", "running"], exc: BaseException) -> bool:
+    """Tell whether a traceback adds nothing: a model or setting was refused, or another process has logged its own."""
+    if isinstance(exc, AlreadyDescribed):
+        return True
+    return stage == "startup" and isinstance(exc, (ConfigError, ModelError)) and exc.__cause__ is None
 
 
 def describe_failure(exc: BaseException) -> str:

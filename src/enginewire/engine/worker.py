@@ -28,7 +28,7 @@ from enginewire.engine.channel import Channel
 from enginewire.engine.executor import Executor, ExecutorCapacity
 from enginewire.engine.process_setup import configure_logging, send_stdout_to_stderr
 from enginewire.engine.registry import load_executor_class
-from enginewire.engine.spec import DeathNote, EngineSpec, describe_failure
+from enginewire.engine.spec import DeathNote, EngineSpec, describe, describe_failure, explains_itself
 from enginewire.engine.step import StepInput, run_step
 from enginewire.engine.utilities import fit_arguments
 from enginewire.errors import EncodeError
@@ -124,7 +124,8 @@ class Worker:
                 else:
                     self._call(executor, msgspec.msgpack.decode(payload, type=Call))
         except BaseException as exc:
-            logger.exception("the executor failed")
+            trace = None if explains_itself(stage, exc) else exc
+            logger.critical("the executor failed: %s", describe(exc), exc_info=trace)
             self._answer(DIED, DeathNote.of(stage, exc))
             return 1
         if executor is not None:

@@ -158,7 +158,7 @@ def import_openvino() -> tuple[Any, Any]:
         raise ConfigError(
             f"the openvino executor needs OpenVINO GenAI, which cannot be imported ({exc}); "
             "install it with: pip install 'enginewire[openvino]'"
-        ) from exc
+        ) from None
     return openvino_genai, openvino
 
 

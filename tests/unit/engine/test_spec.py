@@ -94,14 +94,24 @@ def test_a_broken_spec_is_refused() -> None:
 def test_a_death_note_says_what_happened(channels: tuple[Channel, Channel]) -> None:
     ours, theirs = channels
     try:
-        raise ModelError("no such file: /m.gguf")
-    except ModelError as exc:
+        raise KeyError("weights")
+    except KeyError as exc:
         DeathNote.of("startup", exc).send(ours)
     note = receive_death_note(theirs)
     assert note is not None
-    assert (note.stage, note.cause) == ("startup", "ModelError: no such file: /m.gguf")
-    assert note.traceback_tail[-1] == "enginewire.errors.ModelError: no such file: /m.gguf"
+    assert (note.stage, note.cause) == ("startup", "KeyError: 'weights'")
+    assert note.traceback_tail[-1] == "KeyError: 'weights'"
     assert len(note.traceback_tail) <= 20
+
+
+def test_a_refused_model_needs_no_traceback_but_a_failure_in_a_step_does() -> None:
+    try:
+        raise ModelError("no such file: /m.gguf")
+    except ModelError as exc:
+        at_start, later = DeathNote.of("startup", exc), DeathNote.of("running", exc)
+    assert at_start.cause == "ModelError: no such file: /m.gguf"
+    assert at_start.traceback_tail == []
+    assert later.traceback_tail[-1] == "enginewire.errors.ModelError: no such file: /m.gguf"
 
 
 def test_no_note_is_no_note(channels: tuple[Channel, Channel]) -> None:
