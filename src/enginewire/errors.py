@@ -22,11 +22,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 
 INVALID_REQUEST_PREFIX = "invalid_request: "
 INTERNAL_PREFIX = "internal: "
+
+_NAME_OF_WORDS = re.compile(r"[a-z]+(?:_[a-z]+)+\b")
 
 
 class EngineClientError(Exception):
@@ -151,10 +154,13 @@ def request_error_from_reason(request_id: str, reason: int | str | None) -> Requ
     """Turn the ``stop_reason`` of an ERROR output into the exception its caller gets.
 
     ``invalid_request: …`` is the caller's fault, ``internal: …`` and everything else is not. vLLM engines give no
-    reason at all (``None``).
+    reason at all (``None``). A refusal that begins with a name of several words (``cache_salt is not supported``) is
+    about that parameter; one word may be just a word.
     """
     if isinstance(reason, str) and reason.startswith(INVALID_REQUEST_PREFIX):
-        return InvalidRequestError(reason.removeprefix(INVALID_REQUEST_PREFIX), request_id=request_id)
+        text = reason.removeprefix(INVALID_REQUEST_PREFIX)
+        name = _NAME_OF_WORDS.match(text)
+        return InvalidRequestError(text, request_id=request_id, parameter=name and name[0])
     text = "the engine gave no reason; see its log" if reason is None else str(reason)
     return EngineGenerateError(text.removeprefix(INTERNAL_PREFIX), request_id=request_id)
 

@@ -98,6 +98,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"request_id": "with space"}, "request_id"),
         ({"cache_salt": ""}, "cache_salt"),
     ],

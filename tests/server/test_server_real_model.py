@@ -118,6 +118,14 @@ def test_logprobs_of_the_chosen_tokens(sdk: openai.OpenAI) -> None:
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": "a b", "echo": True, "logprobs": 0}, "echo"),
         ("/v1/chat/completions", {"messages": CONVERSATION, "logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        # These only the engine itself can tell.
+        ("/v1/completions", {"prompt": "a", "cache_salt": "mine"}, "cache_salt"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "["}}, "structured_outputs"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
+            "response_format",
+        ),
     ],
 )
 def test_what_this_engine_lacks_is_a_400_that_names_the_parameter(

@@ -203,10 +203,11 @@ def _error_type(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-_PATH: Final = re.compile(r"\$\.([A-Za-z_]\w*)|missing required field `(\w+)`")
+_PATH: Final = re.compile(r"\$\.([A-Za-z_]\w*)")
+_MISSING: Final = re.compile(r"missing required field `(\w+)`")
 
 
 def _parameter(message: str) -> str | None:
     """Find the parameter's name in msgspec's words: ``Expected `int`, got `str` - at `$.max_tokens` ``."""
-    found = _PATH.search(message)
-    return None if found is None else found[1] or found[2]
+    found = _PATH.search(message) or _MISSING.search(message)  # what is missing in an object has that object's path
+    return None if found is None else found[1]

@@ -253,6 +253,22 @@ def test_an_error_output_raises_what_the_engine_says(reason: str | None, error: 
         bench.request.take()
 
 
+@pytest.mark.parametrize(
+    ("reason", "parameter"),
+    [
+        ("invalid_request: cache_salt is not supported", "cache_salt"),
+        ("invalid_request: structured_outputs: the regex is not valid", "structured_outputs"),
+        ("invalid_request: the prompt is empty", None),
+    ],
+)
+def test_a_refusal_is_about_the_parameter_that_it_begins_with(reason: str, parameter: str | None) -> None:
+    bench = Bench()
+    bench.step(finish=FinishReason.ERROR, stop_reason=reason)
+    with pytest.raises(InvalidRequestError) as caught:
+        bench.request.take()
+    assert caught.value.parameter == parameter
+
+
 @pytest.mark.parametrize("max_tokens", [4, 5000])
 def test_too_few_tokens_at_the_length_limit_are_an_error(max_tokens: int) -> None:
     """Defect 37: a dropped connection loses outputs, and the request seems to end well."""
