@@ -260,6 +260,11 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     assert (shown + rest, calls) == (text, [])
 
 
+def test_call_that_is_nested_too_deeply_stays_text() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}</tool_call>"
+    assert ToolCallReader("id", 0).read(text, is_finished=True) == (text, [])
+
+
 def test_call_that_ends_with_the_text_needs_no_end_mark() -> None:
     text, calls = ToolCallReader("id", 0).read('<tool_call>{"name": "f", "arguments": {}}', is_finished=True)
     assert (text, [call.function.name for call in calls]) == ("", ["f"])
@@ -296,6 +301,7 @@ def test_template_without_tools_refuses_them() -> None:
         {"served_model_names": ()},
         {"api_keys": ("",)},
         {"api_keys": ("é",)},
+        {"host": ""},
         {"port": 70000},
         {"max_queue": -1},
         {"max_body_bytes": 0},

@@ -16,7 +16,7 @@ from enginewire.server.health import EngineMonitor
 from enginewire.wire.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # two of the same id are two
 class Job:
     """What one HTTP request wants generated.
 
@@ -44,7 +44,7 @@ class Generation:
         self._llm = llm
         self._admission = admission
         self._monitor = monitor
-        self._jobs: set[str] = set()
+        self._jobs: set[Job] = set()
 
     async def complete(self, job: Job) -> list[RequestOutput]:
         """Return the final output of each prompt."""
@@ -77,7 +77,7 @@ class Generation:
 
     async def abort_all(self) -> None:
         """End all jobs early."""
-        await self._llm.abort(list(self._jobs))
+        await self._llm.abort([job.id for job in self._jobs])
 
     async def _generate(self, job: Job, prompt: Prompt) -> AsyncGenerator[RequestOutput, None]:
         generating = self._llm.generate(prompt, job.params, job.id, priority=job.priority)
@@ -93,14 +93,14 @@ class Generation:
     def _admitted(self, job: Job) -> Iterator[None]:
         """Hold the job's places, and tell those who need to know what goes wrong."""
         with self._admission.places(len(job.prompts) * job.params.n):
-            self._jobs.add(job.id)
+            self._jobs.add(job)
             try:
                 yield
             except EngineDeadError as exc:
                 self._monitor.engine_died(exc.death)
                 raise
             finally:
-                self._jobs.discard(job.id)
+                self._jobs.discard(job)
 
 
 def _without_text(output: RequestOutput) -> RequestOutput:

@@ -191,7 +191,8 @@ def _listen(settings: ServerSettings) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as exc:
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {exc.strerror or exc}") from exc
+        why, *_ = str(exc.strerror or exc).partition(" (while ")  # Python repeats the address there
+        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {why}") from exc
     with listener:
         yield listener
 

@@ -47,6 +47,8 @@ class ServerSettings:
             raise ConfigError("a served model needs a name")
         if not all(key.isascii() and key.isprintable() and key for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII, and not empty")
+        if not self.host:
+            raise ConfigError("host must not be empty; to listen on every address, say 0.0.0.0")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         for name, low in (("max_queue", 0), ("max_body_bytes", 1), ("shutdown_timeout_s", 0), ("stall_timeout_s", 0)):

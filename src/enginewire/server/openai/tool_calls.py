@@ -107,7 +107,7 @@ class ToolCallReader:
     def _parse(self, text: str) -> ToolCall | None:
         try:
             call = msgspec.json.decode(text.strip(), type=_Call)
-        except msgspec.DecodeError:  # a model writes what it likes
+        except (msgspec.DecodeError, RecursionError):  # a model writes what it likes
             return None
         made = ToolCall(
             id=f"{self._prefix}-{self.num_calls}",
