@@ -18,7 +18,7 @@ from enginewire.wire.messages import EngineCoreOutput, EngineCoreRequest
 
 
 class Steered(EchoExecutor):
-    """Gives the token that is wanted most: by its bias, or the last one that is allowed."""
+    """Gives the token that is wanted most: by its bias, or the first one that is allowed."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -30,10 +30,9 @@ class Steered(EchoExecutor):
         super().add_request(request)
         params = request.sampling_params
         assert params is not None
-        biases = params.logit_bias or {}
+        biases = params.logit_bias or dict.fromkeys(params.allowed_token_ids or [], 0.0)
         assert all(abs(bias) <= 100 for bias in biases.values())
-        wanted = max(biases, key=lambda token_id: biases[token_id]) if biases else (params.allowed_token_ids or [97])[-1]
-        self._wanted[request.request_id] = wanted
+        self._wanted[request.request_id] = max(biases, key=lambda token_id: biases[token_id])
 
     def step(self) -> list[EngineCoreOutput]:
         """Make the token of each."""
@@ -48,7 +47,7 @@ class Steered(EchoExecutor):
     [
         ({"logit_bias": {"88": 1, "89": 2.5, "90": -100}}, "YYY"),
         ({"logit_bias": {"88": 99, "89": 1e6}}, "YYY"),
-        ({"allowed_token_ids": [88, 90]}, "ZZZ"),
+        ({"allowed_token_ids": [90, 88]}, "ZZZ"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
