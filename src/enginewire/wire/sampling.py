@@ -28,6 +28,9 @@ MAX_LOGPROB_TOKEN_IDS: Final = 128
 LARGEST: Final = sys.float_info.max
 """Bound of what is unbounded but finite."""
 
+MAX_INT: Final = 2**63 - 1
+"""Bound of integers without one of their own: what a signed integer on the wire can hold."""
+
 
 class RequestOutputKind(IntEnum):
     """What a stream of outputs holds: everything so far, only what is new, or one final output."""
@@ -222,7 +225,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         _integer("top_k", self.top_k, 0)
         _number("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            _integer("seed", self.seed, -(2**63), MAX_INT)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -292,10 +295,12 @@ def _number(name: str, value: float, low: float, high: float = LARGEST, *, low_i
 
 
 def _integer(name: str, value: int, low: int, high: int | None = None, *, parameter: str | None = None) -> None:
-    """Refuse what is not an integer of ``low … high`` (``None``: unbounded)."""
+    """Refuse what is not an integer of ``low … high`` (``None``: as large as an integer on the wire can be)."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if is_integer and low <= value and (high is None or value <= high):
+    if is_integer and low <= value <= (MAX_INT if high is None else min(high, MAX_INT)):
         return
+    if high is None and is_integer and value > MAX_INT:
+        high = MAX_INT
     bounds = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
     raise _refuse(name, value, bounds, parameter)
 
