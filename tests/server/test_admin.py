@@ -57,12 +57,37 @@ def test_prefix_cache_can_be_reset(http: httpx.Client) -> None:
     assert http.post("/reset_prefix_cache").json() == {"success": True}
 
 
-def test_collective_rpc_returns_one_result_per_worker_or_the_engines_words(http: httpx.Client) -> None:
+def test_collective_rpc_returns_one_result_per_worker(http: httpx.Client) -> None:
     made = http.post("/collective_rpc", json={"method": "echo", "args": [1], "kwargs": {"a": "b"}})
     assert made.json() == {"results": [{"args": [1], "kwargs": {"a": "b"}}]}
-    failed = http.post("/collective_rpc", json={"method": "raise_error", "args": ["broken on purpose"]})
-    assert failed.status_code == 500
-    assert "broken on purpose" in failed.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"method": "raise_error", "args": ["broken on purpose"]}, "broken on purpose"),
+        ({"method": "no_such_method"}, "no method 'no_such_method'"),
+        ({"method": "sleep_for", "kwargs": {"minutes": 1}}, "minutes"),
+    ],
+)
+def test_collective_rpc_that_fails_is_a_400_in_the_engines_words(
+    http: httpx.Client, echo: Served, call: dict[str, object], words: str
+) -> None:
+    """Clients repeat a call by themselves after a 5xx, whatever it has done already."""
+    failed = http.post("/collective_rpc", json=call)
+    assert failed.status_code == 400
+    error = failed.json()["error"]
+    assert (error["param"], error["code"]) == ("method", "engine_call_failed")
+    assert words in error["message"]
+    assert "Traceback" not in echo.log
+
+
+def test_collective_rpc_that_takes_too_long_is_a_504(http: httpx.Client) -> None:
+    late = http.post("/collective_rpc", json={"method": "sleep_for", "args": [0.3], "timeout": 0.01})
+    assert late.status_code == 504
+    for timeout in (0, -1):
+        refused = http.post("/collective_rpc", json={"method": "echo", "timeout": timeout})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout")
 
 
 def test_requests_wait_while_the_engine_is_paused(http: httpx.Client, echo: Served) -> None:

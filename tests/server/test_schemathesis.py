@@ -57,7 +57,7 @@ def test_a_key_is_wanted_wherever_the_description_says_so(tmp_path: Path) -> Non
 
 def test_the_admin_endpoints_are_as_described(tmp_path: Path) -> None:
     """Without those that generate: a paused engine makes them wait, rightly. ``/collective_rpc`` is left out as well:
-    what a worker's method raises is an error of the server's, whatever the method's name.
+    a made-up timeout of a nanosecond is a 504, rightly.
     """
     paths = "|".join(sorted({endpoint.path for endpoint in admin.ENDPOINTS} - {"/collective_rpc"}))
     with serve(*ENGINE, "--admin") as served:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from enginewire.errors import InvalidRequestError
+from enginewire.errors import InvalidRequestError, UtilityCallError, UtilityTimeoutError
 from enginewire.server.body import decode_body
 from enginewire.server.context import Context, Endpoint, QueryParameter
+from enginewire.server.errors import HTTPError
 from enginewire.server.http import Reply, Request, json_response
 
 
@@ -43,7 +44,7 @@ class CollectiveRPCRequest(Struct, kw_only=True):
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    timeout: float | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
 
 
 class CollectiveRPCResponse(Struct):
@@ -119,7 +120,13 @@ async def reset_prefix_cache(context: Context, request: Request) -> Reply:
 async def collective_rpc(context: Context, request: Request) -> Reply:
     """Call a method of every worker."""
     call = decode_body(CollectiveRPCRequest, request)
-    results = await context.llm.collective_rpc(call.method, call.timeout, call.args, call.kwargs)
+    try:
+        results = await context.llm.collective_rpc(call.method, call.timeout, call.args, call.kwargs)
+    except UtilityTimeoutError:
+        raise
+    except UtilityCallError as exc:
+        # What is called is the client's choice: the engine is fine. Clients would repeat the call after a 500.
+        raise HTTPError(400, str(exc), param="method", code="engine_call_failed") from exc
     return json_response(CollectiveRPCResponse(results))
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
+from enginewire.errors import EngineClientError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server import admin, status, tokenization
 from enginewire.server.access_log import current_request_id, log_access
@@ -151,7 +152,8 @@ class App:
         error = http_error(exc)
         request.notes["error"] = error.body.error.code or type(exc).__name__
         if error.status == 500:
-            logger.error("%s %s failed", request.method, request.path, exc_info=exc)
+            trace = None if isinstance(exc, EngineClientError) else exc  # ours say everything in words
+            logger.error("%s %s failed: %s", request.method, request.path, exc, exc_info=trace)
         if sender.status is None:
             await json_response(error.body, error.status, error.headers).send(sender)
         elif not sender.is_complete:  # the status is gone: the error is the stream's last event
