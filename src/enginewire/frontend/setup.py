@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from enginewire.client.base import ExecutorChoice
 from enginewire.config import EngineConfig
+from enginewire.engine.executor import Executor
 from enginewire.engine.registry import BUILT_IN
 from enginewire.errors import ConfigError
 from enginewire.frontend.progress import download_progress
@@ -51,5 +53,11 @@ def fetch_model(config: EngineConfig) -> None:
             resolve_model(config.model, progress=progress)
 
 
-def _reference(engine: type | str) -> str:
-    return engine if isinstance(engine, str) else f"{engine.__module__}:{engine.__qualname__}"
+def _reference(engine: object) -> str:
+    if isinstance(engine, str):
+        return engine
+    if isinstance(engine, type) and issubclass(engine, Executor):
+        return f"{engine.__module__}:{engine.__qualname__}"
+    raise ConfigError(
+        f"engine must be a name, 'module:Class' or a subclass of enginewire.Executor, got {reprlib.repr(engine)}"
+    )

@@ -74,3 +74,9 @@ def test_a_missing_model_file_is_an_error_before_any_engine_starts(tmp_path: Pat
 def test_models_of_other_executors_and_of_remote_engines_are_not_looked_for() -> None:
     fetch_model(EngineConfig.create("theirs/model", executor="theirs"))
     fetch_model(EngineConfig.create("theirs/model", data_parallel_size_local=0))
+
+
+@pytest.mark.parametrize("engine", [5, dict, Custom.step])
+def test_an_engine_that_is_no_executor_is_refused_before_anything_starts(engine: object) -> None:
+    with pytest.raises(ConfigError, match=r"engine must be a name, 'module:Class' or a subclass of .*, got "):
+        make_config("echo", engine, None, None, {})  # type: ignore[arg-type]
