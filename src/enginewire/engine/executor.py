@@ -192,4 +192,4 @@ def parse_options(config: EngineConfig, options_type: type[Options]) -> Options:
     try:
         return msgspec.convert(config.executor_options, options_type)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"executor {config.executor!r}: {exc}") from exc
+        raise ConfigError(f"executor {config.executor!r}: {exc}") from None

@@ -270,8 +270,9 @@ class CoreEngineProcManager:
             self._on_death = None
         self._signal_running(signal.SIGTERM)
         if not self._all_reaped.wait(timeout):
-            late = [process.engine_index for process in self.processes if process.is_running]
-            logger.warning("engines %s did not leave within %.1f s and are killed", late, timeout)
+            if timeout > 0:
+                late = [process.engine_index for process in self.processes if process.is_running]
+                logger.warning("engines %s did not leave within %.1f s and are killed", late, timeout)
             self._signal_running(signal.SIGKILL, group=True)
             self._all_reaped.wait(KILLED_S)
         if threading.current_thread() is not self._thread:
