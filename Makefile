@@ -91,7 +91,7 @@ $(VENV)/pyvenv.cfg:
 
 $(RUN_STAMP): $(VENV)/pyvenv.cfg pyproject.toml
 	@echo "Installing enginewire, the OpenVINO engine and the server into $(VENV) (once, about a minute) …"
-	@$(PIP) install --editable '.[openvino,serve]'
+	@$(PIP) install --editable '.[openvino,notebook,serve]'
 	@touch $@
 
 $(DEV_STAMP): $(VENV)/pyvenv.cfg pyproject.toml
