@@ -136,7 +136,8 @@ class MsgpackDecoder(Generic[T]):
         except (*NOT_DECODABLE, DecodeError) as exc:
             if isinstance(exc.__cause__, InvalidRequestError):  # a sound message of unsound content
                 raise DecodeError(str(exc.__cause__)) from exc
-            raise DecodeError(f"not a valid {self._type.__name__}: {exc}") from exc
+            name = getattr(self._type, "__name__", self._type)  # a union has none
+            raise DecodeError(f"not a valid {name}: {exc}") from exc
         finally:
             self._frames = ()
 

@@ -380,6 +380,13 @@ def test_pickles_in_a_request_are_refused() -> None:
         RequestDecoder().decode(request_with(3, {"extra_args": {"x": Ext(1, b"")}}))
 
 
+@pytest.mark.parametrize("payload", [b"\xc1", b"\x93\x01", b"\x81\x01\x02"])
+def test_a_message_that_has_two_forms_and_is_in_neither_is_refused(payload: bytes) -> None:
+    decoder = MsgpackDecoder[object](list[str] | str)  # type: ignore[arg-type]
+    with pytest.raises(DecodeError, match=r"not a valid list\[str\] \| str"):
+        decoder.decode([payload])
+
+
 def test_other_extensions_are_passed_on() -> None:
     request = RequestDecoder().decode(request_with(3, {"extra_args": {"x": Ext(42, b"ab")}}))
     assert request.sampling_params is not None
