@@ -266,6 +266,15 @@ def test_a_scraper_that_speaks_openmetrics_gets_it(state: ServerState) -> None:
     assert "vllm:generation_tokens" in {family.name for family in parse_openmetrics(body.decode())}
 
 
+def test_a_completion_that_the_engine_aborted_counts_in_no_latency(state: ServerState) -> None:
+    """It may have had no token at all, and says nothing about how long completions take."""
+    aborted = finished(finish_reason=FinishReason.ABORT, num_generation_tokens=0, e2e_latency=0.1, decode_time=0.0)
+    state.record(0, None, IterationStats(timestamp=0.0, finished_requests=[aborted, finished()]))
+    assert value(state, "vllm:request_success_total", finished_reason="abort") == 1
+    for name in ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_generation_tokens"):
+        assert value(state, f"vllm:{name}_count") == 1, name
+
+
 # With an engine.
 
 

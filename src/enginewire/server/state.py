@@ -109,6 +109,8 @@ class EngineState:
 
     def _record_finished(self, request: FinishedRequestStats) -> None:
         self.finished[request.finish_reason] += 1
+        if request.finish_reason is FinishReason.ABORT:  # by the engine, which was paused or sent to sleep
+            return
         self.e2e_latency.observe(request.e2e_latency)
         self.decode_time.observe(request.decode_time)
         self.prompt_len.observe(request.num_prompt_tokens)
