@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.msgpack import Ext
+
+from enginewire.wire.frames import Buffer
+from enginewire.wire.profile import PROFILES, WireProfile
+
+VERSIONS = {profile.vllm_version: profile for profile in PROFILES}
+OLD, NEW = VERSIONS
 
 DATA = Path(__file__).parent / "data"
 
@@ -24,6 +31,7 @@ class Vector:
     """
 
     file: str
+    version: str
     name: str
     direction: str
     head: list[bytes]
@@ -32,25 +40,51 @@ class Vector:
     error: str | None
 
     def __str__(self) -> str:
-        return f"{self.file}/{self.name}"
+        return f"{self.file}-{self.version}/{self.name}"
+
+    @property
+    def profile(self) -> WireProfile:
+        """The layout of the version that made it."""
+        return VERSIONS[self.version]
 
 
-def load(*files: str) -> list[Vector]:
+def load(*files: str, versions: Iterable[str] = VERSIONS) -> list[Vector]:
     """Read vector files by their names without version."""
-    return [_vector(name, entry) for name in files for entry in json.loads((DATA / f"{name}-0.25.1.json").read_text())]
+    return [
+        _vector(name, entry)
+        for name in files
+        for version in versions
+        for entry in json.loads((DATA / f"{name}-{version}.json").read_text())
+    ]
 
 
-def by_name(file: str) -> dict[str, Vector]:
+def by_name(file: str, version: str = OLD) -> dict[str, Vector]:
     """Read one file whose names are unique."""
-    return {vector.name: vector for vector in load(file)}
+    return {vector.name: vector for vector in load(file, versions=[version])}
 
 
 def _vector(file: str, entry: dict[str, Any]) -> Vector:
     frames = [bytes.fromhex(frame) for frame in entry["frames"]]
     first = entry.get("payload_frame") or 0
     return Vector(
-        file, entry["name"], entry["direction"], frames[:first], frames[first:], entry["value"], entry.get("error")
+        file,
+        entry["version"],
+        entry["name"],
+        entry["direction"],
+        frames[:first],
+        frames[first:],
+        entry["value"],
+        entry.get("error"),
     )
+
+
+def same_bytes(frames: Sequence[Buffer], vector: Vector) -> bool:
+    """Whether frames are the vector's. 0.32 writes the keys of its maps in another order, which means nothing."""
+    payload, *aux = map(bytes, frames)
+    if vector.version == OLD or payload == vector.frames[0]:
+        return [payload, *aux] == vector.frames
+    text, expected = (json.dumps(schemaless(one), sort_keys=True) for one in (payload, vector.frames[0]))
+    return text == expected and len(payload) == len(vector.frames[0]) and aux == vector.frames[1:]
 
 
 def schemaless(payload: bytes) -> Any:

@@ -19,8 +19,9 @@ from enginewire.wire.frames import (
     is_death_marker,
     may_hold_utility_output,
 )
-from enginewire.wire.handshake import EngineCoreReadyResponse, EngineHandshakeMetadata, HandshakeMessage
-from enginewire.wire.messages import EngineCoreOutputs, utility_result
+from enginewire.wire.handshake import EngineHandshakeMetadata, HandshakeMessage
+from enginewire.wire.messages import EngineCoreOutputs, FinishReason, utility_result
+from enginewire.wire.profile import PROFILES, decode_ready, profile_of_request
 
 CAPTURED = load("live", "frontend", "frontend-sync", "death", "defects")
 
@@ -37,10 +38,14 @@ def decoder_for(vector: Vector) -> Any:
     if "handshake" in vector.direction:
         return MsgpackDecoder(EngineHandshakeMetadata if "frontend->engine" in vector.direction else HandshakeMessage)
     if vector.direction == "engine->frontend (input socket)":
-        return MsgpackDecoder(EngineCoreReadyResponse)
+        return MsgpackDecoder(vector.profile.ready)
     if vector.direction == "engine->frontend (output socket)":
-        return OutputsDecoder()
-    return {ADD: RequestDecoder(), ABORT: MsgpackDecoder(list[str]), UTILITY: UtilityCallDecoder()}[vector.head[-1]]
+        return OutputsDecoder(vector.profile.received_outputs)
+    return {
+        ADD: RequestDecoder(vector.profile.request),
+        ABORT: MsgpackDecoder(list[str]),
+        UTILITY: UtilityCallDecoder(),
+    }[vector.head[-1]]
 
 
 def covers(encoded: Any, original: Any) -> bool:
@@ -59,7 +64,8 @@ def decode(vector: Vector, frames: Any) -> Any:
     message = decoder_for(vector).decode(frames)
     if isinstance(message, EngineCoreOutputs):
         for output in message.outputs:
-            _ = output.new_logprobs, output.new_prompt_logprobs_tensors, output.pooling_output, output.routed_experts
+            for name in output.__struct_fields__:
+                getattr(output, name)
     return message
 
 
@@ -90,8 +96,10 @@ def test_every_refused_message_is_among_the_captured() -> None:
 
 def test_the_sender_of_a_refused_request_is_known() -> None:
     """Defect 1."""
-    (vector,) = [v for v in CAPTURED if v.name == "bad-temp.add"]
-    assert RequestDecoder().sender(vector.frames) == ("bad-temp", 0)
+    refused = [v for v in CAPTURED if v.name == "bad-temp.add"]
+    assert len(refused) == len(PROFILES)
+    for vector in refused:
+        assert RequestDecoder(vector.profile.request).sender(vector.frames) == ("bad-temp", 0)
 
 
 def test_identities_are_ranks_and_types_are_known_except_the_one_that_deafens_the_reference() -> None:
@@ -114,7 +122,7 @@ def test_utility_results_arrive_as_recorded() -> None:
     answers = [v for v in CAPTURED if "output socket" in v.direction and isinstance(v.value, list) and v.value[4]]
     assert len(answers) > 20
     for vector in answers:
-        output = OutputsDecoder().decode(vector.frames).utility_output
+        output = OutputsDecoder(vector.profile.received_outputs).decode(vector.frames).utility_output
         assert output is not None
         call_id, failure, result = vector.value[4]
         assert (output.call_id, output.failure_message) == (call_id, failure)
@@ -130,6 +138,35 @@ def test_the_recorded_values_are_what_a_schemaless_decoder_sees() -> None:
 def test_ready_responses_of_vllm_carry_no_capabilities() -> None:
     for vector in CAPTURED:
         if vector.direction == "engine->frontend (input socket)":
-            ready = MsgpackDecoder(EngineCoreReadyResponse).decode(vector.frames)
+            profile, ready = decode_ready(vector.frames)
+            assert profile is vector.profile
+            assert type(ready) is profile.ready
             assert ready.enginewire is msgspec.UNSET
-            assert ready.vllm_version == "0.25.1"
+            assert ready.vllm_version == vector.version
+
+
+def test_the_first_request_of_a_frontend_tells_its_version() -> None:
+    """Protocol M.1. Requests that the capturing script made are short: they are 0.25's by definition."""
+    adds = [v for v in CAPTURED if v.head[-1:] == [ADD] and len(v.value) >= 20]
+    assert {profile_of_request(v.frames[0]) for v in adds} == set(PROFILES)
+    for vector in adds:
+        assert profile_of_request(vector.frames[0]) is vector.profile
+
+
+@pytest.mark.parametrize("vector", [v for v in CAPTURED if "output socket" in v.direction], ids=str)
+def test_outputs_read_with_the_wrong_table_are_told_apart_or_mean_the_same(vector: Vector) -> None:
+    if is_death_marker(vector.frames):
+        return
+    (other,) = set(PROFILES) - {vector.profile}
+    message = OutputsDecoder(other.received_outputs).decode(vector.frames)
+    right = OutputsDecoder(vector.profile.received_outputs).decode(vector.frames)
+    assert [output.request_id for output in message.outputs] == [output.request_id for output in right.outputs]
+    for output in message.outputs:
+        assert output.finish_reason is FinishReason.ERROR
+        assert "an engine of another version of vLLM" in str(output.stop_reason)
+    assert message.engine_index == right.engine_index
+    assert message.utility_output == right.utility_output
+    assert message.finished_requests == right.finished_requests
+    if not message.outputs and message.scheduler_stats is not None:
+        assert right.scheduler_stats is not None
+        assert message.scheduler_stats.num_running_reqs == right.scheduler_stats.num_running_reqs

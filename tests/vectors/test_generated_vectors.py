@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from golden import Vector, by_name, load, schemaless
+from golden import NEW, OLD, Vector, by_name, load, same_bytes, schemaless
 from msgspec.msgpack import Ext
 
 from enginewire.errors import DecodeError, EncodeError
+from enginewire.wire import v0_32
 from enginewire.wire.arrays import fill_in_frames, ndarray_from_wire, tensor_from_wire
 from enginewire.wire.codec import (
     MsgpackDecoder,
@@ -20,53 +21,60 @@ from enginewire.wire.codec import (
     UtilityCallDecoder,
 )
 from enginewire.wire.frames import is_death_marker
-from enginewire.wire.handshake import EngineCoreReadyResponse, EngineHandshakeMetadata, HandshakeMessage
+from enginewire.wire.handshake import EngineHandshakeMetadata, HandshakeMessage
 from enginewire.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     FinishReason,
     LoRARequest,
     ReconfigureDistributedRequest,
     utility_result,
 )
+from enginewire.wire.profile import PROFILES, decode_ready, profile_of_request
 
-REQUESTS, OUTPUTS, UTILITY, HANDSHAKE, ARRAYS = map(by_name, ("requests", "outputs", "utility", "handshake", "arrays"))
+REQUESTS, OUTPUTS, UTILITY, ARRAYS = map(by_name, ("requests", "outputs", "utility", "arrays"))
 
 
 def ids(vectors: list[Vector]) -> dict[str, Any]:
-    return {"argvalues": vectors, "ids": [vector.name for vector in vectors]}
+    return {"argvalues": vectors, "ids": list(map(str, vectors))}
+
+
+def outputs_decoder(vector: Vector) -> OutputsDecoder:
+    return OutputsDecoder(vector.profile.received_outputs)
 
 
 def read_arrays(message: EngineCoreOutputs) -> None:
     """Convert every array of a message, so that encoding starts from numpy and not from the received bytes."""
     for output in message.outputs:
-        _ = output.new_logprobs, output.new_prompt_logprobs_tensors, output.pooling_output, output.routed_experts
+        for name in output.__struct_fields__:
+            getattr(output, name)
 
 
-@pytest.mark.parametrize("vector", **ids([v for v in REQUESTS.values() if "ADD" in v.direction]))
+@pytest.mark.parametrize("vector", **ids([v for v in load("requests") if "ADD" in v.direction]))
 def test_a_request_decodes_and_encodes_to_the_same_bytes(vector: Vector) -> None:
-    message = RequestDecoder().decode(vector.frames)
+    message = RequestDecoder(vector.profile.request).decode(vector.frames)
     frames = MsgpackEncoder().encode(message)
     assert schemaless(frames[0]) == vector.value
-    assert [bytes(frame) for frame in frames] == vector.frames
+    assert same_bytes(frames, vector)
 
 
-@pytest.mark.parametrize("vector", **ids([v for v in OUTPUTS.values() if v.name != "engine_core_dead"]))
+@pytest.mark.parametrize("vector", **ids([v for v in load("outputs") if v.name != "engine_core_dead"]))
 def test_outputs_decode_and_encode_to_the_same_bytes(vector: Vector) -> None:
-    message = OutputsDecoder().decode(vector.frames)
+    message = outputs_decoder(vector).decode(vector.frames)
     read_arrays(message)
     frames = MsgpackEncoder().encode(message)
     assert schemaless(frames[0]) == vector.value
-    assert [bytes(frame) for frame in frames] == vector.frames
+    assert same_bytes(frames, vector)
 
 
-@pytest.mark.parametrize("vector", **ids([v for v in OUTPUTS.values() if len(v.frames) == 1 and v.value is not None]))
+@pytest.mark.parametrize("vector", **ids([v for v in load("outputs") if len(v.frames) == 1 and v.value is not None]))
 def test_outputs_whose_arrays_nobody_read_encode_to_the_same_bytes(vector: Vector) -> None:
     """A relay need not look at what it passes on."""
     if vector.name == "engine_core_dead":
         assert is_death_marker(vector.frames)
         return
-    assert MsgpackEncoder().encode(OutputsDecoder().decode(vector.frames)) == vector.frames
+    assert same_bytes(MsgpackEncoder().encode(outputs_decoder(vector).decode(vector.frames)), vector)
 
 
 def test_the_death_marker_is_recognised() -> None:
@@ -105,7 +113,7 @@ def test_a_bfloat16_result_is_read_as_float32() -> None:
     assert output.pooling_output.numpy().dtype == np.float32
 
 
-@pytest.mark.parametrize("vector", **ids([v for v in UTILITY.values() if v.name.startswith("call_")]))
+@pytest.mark.parametrize("vector", **ids([v for v in load("utility") if v.name.startswith("call_")]))
 def test_a_utility_call_decodes_and_encodes_to_the_same_bytes(vector: Vector) -> None:
     call = UtilityCallDecoder().decode(vector.frames)
     assert [call.client_index, call.call_id, call.method] == vector.value[:3]
@@ -113,17 +121,22 @@ def test_a_utility_call_decodes_and_encodes_to_the_same_bytes(vector: Vector) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "struct"),
-    [("call_add_lora", LoRARequest), ("call_reinitialize_distributed", ReconfigureDistributedRequest)],
+    ("version", "name", "struct"),
+    [
+        (OLD, "call_add_lora", LoRARequest),
+        (NEW, "call_add_lora", v0_32.LoRARequest),
+        (OLD, "call_reinitialize_distributed", ReconfigureDistributedRequest),
+        (NEW, "call_reinitialize_distributed", ReconfigureDistributedRequest),
+    ],
 )
-def test_arguments_of_struct_type_convert_from_their_wire_form(name: str, struct: type) -> None:
-    (argument,) = UtilityCallDecoder().decode(UTILITY[name].frames).args
+def test_arguments_of_struct_type_convert_from_their_wire_form(version: str, name: str, struct: type) -> None:
+    (argument,) = UtilityCallDecoder().decode(by_name("utility", version)[name].frames).args
     assert msgspec.to_builtins(msgspec.convert(argument, struct)) == argument
 
 
-@pytest.mark.parametrize("vector", **ids([v for v in UTILITY.values() if v.name.startswith("result_")]))
+@pytest.mark.parametrize("vector", **ids([v for v in load("utility") if v.name.startswith("result_")]))
 def test_a_utility_result_decodes_to_its_value(vector: Vector) -> None:
-    output = OutputsDecoder().decode(vector.frames).utility_output
+    output = outputs_decoder(vector).decode(vector.frames).utility_output
     assert output is not None
     value = utility_result(output)
     if "tensor" in vector.name:
@@ -134,9 +147,9 @@ def test_a_utility_result_decodes_to_its_value(vector: Vector) -> None:
         assert value == vector.value[4][2][1]
 
 
-@pytest.mark.parametrize("vector", **ids([v for v in UTILITY.values() if not v.name.startswith("call_")]))
+@pytest.mark.parametrize("vector", **ids([v for v in load("utility") if not v.name.startswith("call_")]))
 def test_a_utility_answer_encodes_to_the_same_bytes(vector: Vector) -> None:
-    frames = MsgpackEncoder().encode(OutputsDecoder().decode(vector.frames))
+    frames = MsgpackEncoder().encode(outputs_decoder(vector).decode(vector.frames))
     if len(vector.frames) == 1:
         assert frames == vector.frames
     else:
@@ -152,35 +165,130 @@ def test_a_failed_call_says_why() -> None:
 
 @pytest.mark.parametrize(
     "vector",
-    **ids([v for v in UTILITY.values() if v.name.startswith("insecure_") and v.name != "insecure_result_none"]),
+    **ids([v for v in load("utility") if v.name.startswith("insecure_") and v.name != "insecure_result_none"]),
 )
 def test_a_result_with_type_information_is_refused_unless_pickle_is_on(vector: Vector) -> None:
     """Defect 19: the call fails, the message is sound."""
-    output = OutputsDecoder().decode(vector.frames).utility_output
+    output = outputs_decoder(vector).decode(vector.frames).utility_output
     assert output is not None
     with pytest.raises(DecodeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         utility_result(output)
     utility_result(output, allow_pickle=True)
 
 
+OUTPUTS_OF_REQUESTS = [v for v in load("outputs") if isinstance(v.value, list) and v.value[1]]
+
+
+@pytest.mark.parametrize("vector", **ids(OUTPUTS_OF_REQUESTS))
+def test_an_output_read_with_the_wrong_table_is_an_error_that_says_so(vector: Vector) -> None:
+    """Protocol M.1: positions moved; nothing may be read at the wrong one."""
+    (other,) = set(PROFILES) - {vector.profile}
+    message = OutputsDecoder(other.received_outputs).decode(vector.frames)
+    assert [output.request_id for output in message.outputs] == [value[0] for value in vector.value[1]]
+    lengths = "13 elements, not 18" if vector.version == OLD else "18 elements, not 13"
+    for output in message.outputs:
+        assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.ERROR)
+        assert str(output.stop_reason).endswith(f"it has {lengths}: an engine of another version of vLLM")
+
+
+@pytest.mark.parametrize("vector", **ids([v for v in load("requests") if "ADD" in v.direction]))
+def test_a_request_read_with_the_wrong_table_means_the_same_or_is_refused(vector: Vector) -> None:
+    """Protocol M.1: only adapters moved positions; the length tells the versions apart."""
+    (other,) = set(PROFILES) - {vector.profile}
+    decoder = RequestDecoder(other.request)
+    if vector.value[6] is not None:
+        with pytest.raises(DecodeError, match=r"\$\[6\]\[4\]"):
+            decoder.decode(vector.frames)
+    else:
+        wrong, right = decoder.decode(vector.frames), RequestDecoder(vector.profile.request).decode(vector.frames)
+        for name in EngineCoreRequest.__struct_fields__:
+            if name not in ("sampling_params", "prompt_embeds", "mm_features"):  # maps and arrays did not move
+                assert getattr(wrong, name) == getattr(right, name), name
+    assert profile_of_request(vector.frames[0]) is vector.profile
+
+
+@pytest.mark.parametrize("vector", **ids([v for v in load("handshake") if v.name.startswith("ready_response")]))
+def test_a_ready_response_read_with_the_wrong_table_is_refused_or_means_the_same(vector: Vector) -> None:
+    (other,) = set(PROFILES) - {vector.profile}
+    if vector.version == OLD:
+        with pytest.raises(DecodeError, match="missing required field `tensor_parallel_size`"):
+            MsgpackDecoder(other.ready).decode(vector.frames)
+    else:
+        response = MsgpackDecoder(other.ready).decode(vector.frames)
+        assert {name: vector.value[name] for name in vector.value if hasattr(response, name)} == {
+            name: value for name, value in msgspec.to_builtins(response).items() if name in vector.value
+        }
+
+
+def test_values_of_a_0_32_output_with_everything() -> None:
+    """Protocol M.2."""
+    vector = by_name("outputs", NEW)["all_output_fields"]
+    message = outputs_decoder(vector).decode(vector.frames)
+    (output,) = message.outputs
+    assert isinstance(output, v0_32.ReceivedOutput)
+    assert (output.finish_reason, output.stop_reason, output.finished) == (FinishReason.LENGTH, "s", True)
+    assert output.kv_transfer_params == {"remote_block_ids": [1, 2], "host": "h"}
+    assert (output.ec_transfer_params, output.trace_headers) == ({"x": 1}, {"a": "b"})
+    assert isinstance(output.prefill_stats, v0_32.PrefillStats)
+    assert (output.prefill_stats.num_prompt_tokens, output.prefill_stats.num_cache_creation_tokens) == (10, 0)
+    assert (output.num_nans_in_logits, output.mm_cache_miss_hashes) == (3, ["h1"])
+    assert output.new_sampling_mask is not None
+    assert output.new_sampling_mask.token_ids.tolist() == [1, 2, 3]
+    assert output.spec_decode_metrics == v0_32.SpecDecodeMetrics(
+        num_spec_tokens=2, histogram=[1, 2, 3], num_draft_tokens=6
+    )
+    assert output.prompt_token_id_logprobs is not None
+    assert output.prompt_token_id_logprobs.numpy().tolist() == [[-1.0, -2.0]]
+    assert output.new_prompt_logprobs_tensors is not None
+    assert len(output.new_prompt_logprobs_tensors) == 5
+    assert output.new_prompt_logprobs_tensors.selected_token_ranks.numpy().tolist() == [1, 2]
+    assert output.new_logprobs is not None
+    assert output.new_logprobs.logprob_token_ids.tolist() == [[5, 6, 7]]
+
+
+def test_values_that_0_32_added_elsewhere() -> None:
+    """Protocol M.2."""
+    outputs = by_name("outputs", NEW)
+    decoder = OutputsDecoder(v0_32.ReceivedOutputs)
+    assert getattr(decoder.decode(outputs["weight_version"].frames), "weight_version") == "default"  # noqa: B009
+    stats = decoder.decode(outputs["full_stats"].frames).scheduler_stats
+    assert isinstance(stats, v0_32.SchedulerStats)
+    assert stats.num_kv_fetch_reqs_by_stage == {"waiting_to_start": 1}
+    assert stats.iteration_details is not None
+    assert (stats.iteration_details.iteration_index, stats.iteration_details.elapsed_ms) == (5, 3.5)
+    assert stats.ec_connector_stats == {"b": 2}
+    assert isinstance(stats.prefix_cache_stats, v0_32.PrefixCacheStats)
+    vector = by_name("requests", NEW)["all_sampling_fields"]
+    params = RequestDecoder(v0_32.EngineCoreRequest).decode(vector.frames).sampling_params
+    assert isinstance(params, v0_32.SamplingParams)
+    assert (params.watermarking, params.stream_interval, params.prompt_logprob_start) == (True, 4, 1)
+    assert ndarray_from_wire(params.prompt_logprob_token_ids).tolist() == [[1, 2], [3, -1]]
+    _, ready = decode_ready(by_name("handshake", NEW)["ready_response_full"].frames)
+    assert isinstance(ready, v0_32.EngineCoreReadyResponse)
+    assert ready.kv_events_config == v0_32.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq")
+    assert (ready.max_num_seqs, ready.kv_cache_max_concurrency) == (8, 5.6875)
+
+
 HANDSHAKE_TYPES = {
     "hello": HandshakeMessage,
     "init": EngineHandshakeMetadata,
     "ready": HandshakeMessage,
-    "ready_response": EngineCoreReadyResponse,
 }
 
 
 @pytest.mark.parametrize(
-    "vector", **ids([v for v in HANDSHAKE.values() if v.name.startswith(("hello", "init", "ready"))])
+    "vector", **ids([v for v in load("handshake") if v.name.startswith(("hello", "init", "ready"))])
 )
 def test_handshake_messages_decode_and_encode_to_the_same_bytes(vector: Vector) -> None:
-    prefix = max((prefix for prefix in HANDSHAKE_TYPES if vector.name.startswith(prefix)), key=len)
-    message = MsgpackDecoder(HANDSHAKE_TYPES[prefix]).decode(vector.frames)
-    assert MsgpackEncoder().encode(message) == vector.frames
+    if vector.name.startswith("ready_response"):
+        profile, message = decode_ready(vector.frames)
+        assert profile is vector.profile
+    else:
+        message = MsgpackDecoder(HANDSHAKE_TYPES[vector.name.partition("_")[0]]).decode(vector.frames)
+    assert same_bytes(MsgpackEncoder().encode(message), vector)
 
 
-ARRAY_VECTORS = [v for v in ARRAYS.values() if v.error is None and not v.name.startswith(("insecure", "slice", "oob"))]
+ARRAY_VECTORS = [v for v in load("arrays") if v.error is None and not v.name.startswith(("insecure", "slice", "oob"))]
 
 
 def threshold_of(vector: Vector) -> int:
@@ -250,14 +358,18 @@ def test_arrays_that_the_reference_refuses_are_refused(array: np.ndarray) -> Non
 
 def test_the_remaining_vectors_are_known_by_name() -> None:
     """Aborts and wave messages are plain arrays; nothing else is left out above."""
-    untested = {v.name for v in REQUESTS.values() if "ADD" not in v.direction}
+    untested = {v.name for v in load("requests") if "ADD" not in v.direction}
     assert untested == {"abort_list", "start_dp_wave", "start_dp_wave_all"}
-    assert MsgpackDecoder(list[str]).decode(REQUESTS["abort_list"].frames) == REQUESTS["abort_list"].value
-    assert {v.name for v in HANDSHAKE.values() if not v.name.startswith(("hello", "init", "ready"))} == {
+    for version in (OLD, NEW):
+        abort = by_name("requests", version)["abort_list"]
+        assert MsgpackDecoder(list[str]).decode(abort.frames) == abort.value
+    assert {v.name for v in load("handshake") if not v.name.startswith(("hello", "init", "ready"))} == {
         "coord_first_req_inproc", "coord_first_req", "coord_scale", "coord_stats", "coord_wave_change", "subscribe",
         "coord_ready",
     }  # fmt: skip
 
 
 def test_every_file_is_complete() -> None:
-    assert len(load("requests", "outputs", "utility", "handshake", "arrays")) == 31 + 30 + 31 + 16 + 51
+    files = ("requests", "outputs", "utility", "handshake", "arrays")
+    assert len(load(*files, versions=[OLD])) == 31 + 30 + 31 + 16 + 51
+    assert len(load(*files, versions=[NEW])) == 31 + 31 + 32 + 16 + 51

@@ -19,7 +19,6 @@ from enginewire.wire.arrays import Tensor, fill_in_frames, nbytes, tensor_from_w
 from enginewire.wire.extensions import PICKLE, PICKLE_CODES, RAW_VIEW, unpickled
 from enginewire.wire.frames import Buffer
 from enginewire.wire.messages import (
-    ARRAY_SLOTS,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -38,6 +37,9 @@ DEFAULT_ZERO_COPY_THRESHOLD: Final = 256
 
 MIN_REQUEST_ELEMENTS: Final = 9
 """An EngineCoreRequest of fewer elements lacks required fields."""
+
+LONGEST_COMMON_OUTPUT: Final = 9
+"""So many elements of an EngineCoreOutput mean the same in every version."""
 
 NOT_DECODABLE: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, IndexError)
 """What bytes that are not a message make of msgspec; ``IndexError``: there are no frames, or too few elements."""
@@ -170,6 +172,8 @@ class RequestDecoder:
         if len(frames) > 1:
             for feature in request.mm_features or ():
                 fill_in_frames(feature.data, frames)
+            # A parameter that 0.32 has and 0.25 has not.
+            fill_in_frames(getattr(request.sampling_params, "prompt_logprob_token_ids", None), frames)
         return request
 
     def sender(self, frames: Sequence[Buffer]) -> tuple[str, int] | None:
@@ -207,12 +211,14 @@ class UtilityCallDecoder:
 class OutputsDecoder:
     """Decodes what engines send, containing damage to the request or call it concerns."""
 
-    def __init__(self, outputs_type: type[EngineCoreOutputs] = ReceivedOutputs) -> None:
+    def __init__(self, outputs_type: type[ReceivedOutputs] = ReceivedOutputs) -> None:
         self._type = outputs_type
+        self._output_type = outputs_type.OUTPUT
+        self._array_slots = outputs_type.OUTPUT.ARRAY_SLOTS
         # No hook for extensions: it would be called for every array of a step. Array bytes stay what they are until
         # they are read, and pickles stay bytes: no reader takes them.
         self._outputs = msgspec.msgpack.Decoder(outputs_type)
-        self._output = msgspec.msgpack.Decoder(ReceivedOutput)
+        self._output = msgspec.msgpack.Decoder(self._output_type)
 
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreOutputs:
         """Decode a message of outputs.
@@ -229,13 +235,13 @@ class OutputsDecoder:
             message = self._salvage(frames[0] if frames else b"", exc)
         if len(frames) > 1:
             for output in message.outputs:
-                for slot in ARRAY_SLOTS:
+                for slot in self._array_slots:
                     fill_in_frames(slot.__get__(output), frames)
             if message.utility_output is not None:
                 fill_in_frames(message.utility_output.result, frames)
         return message
 
-    def _salvage(self, payload: Buffer, cause: Exception) -> EngineCoreOutputs:
+    def _salvage(self, payload: Buffer, cause: Exception) -> ReceivedOutputs:
         """Read a damaged message piece by piece. What has an owner is reported to it, the rest is left out."""
         message = self._type()
         pieces = _decoded_or(payload, list[msgspec.Raw], []) + [msgspec.Raw(b"\xc0")] * 6
@@ -258,7 +264,10 @@ class OutputsDecoder:
             if request_id is None:
                 return None
             reason = f"{INTERNAL_PREFIX}its output cannot be decoded: {exc}"
-            return ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+            length, expected = array_length(memoryview(raw)), len(self._output_type.__struct_fields__)
+            if length > LONGEST_COMMON_OUTPUT and length != expected:
+                reason += f"; it has {length} elements, not {expected}: an engine of another version of vLLM"
+            return self._output_type(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
 
 
 def _utility_output_or_failure(raw: msgspec.Raw) -> UtilityOutput | None:

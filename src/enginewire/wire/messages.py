@@ -1,7 +1,7 @@
 """The structs of the wire: requests, outputs, statistics and utility answers.
 
 This module is the layout table of vLLM 0.25: for array structs, field order is the wire (protocol section D).
-A second version is a second such table plus a line in :mod:`enginewire.wire.profile`.
+:mod:`enginewire.wire.v0_32` is a second such table; :mod:`enginewire.wire.profile` says which one a peer speaks.
 
 Decoding leaves a step's arrays (logprobs, pooling results) as they came: turning them into numpy costs fifteen times
 what the rest of a message costs, and most consumers never look. ``ReceivedOutput`` converts on first read.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct, field
 from msgspec.msgpack import Ext
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "ARRAY_SLOTS",
     "CUDAGraphStats",
     "EngineCoreEvent",
     "EngineCoreEventType",
@@ -75,6 +74,8 @@ __all__ = [
     "SpecDecodingStats",
     "UtilityCall",
     "UtilityOutput",
+    "check_adapter",
+    "converted_on_read",
     "utility_output",
     "utility_result",
 ]
@@ -128,10 +129,15 @@ class LoRARequest(Struct, array_like=True):
     is_3d_lora_weight: bool = False
 
     def __post_init__(self) -> None:
-        if self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
-        if not self.lora_path:
-            raise ValueError("lora_path must not be empty")
+        check_adapter(self.lora_int_id, self.lora_path)
+
+
+def check_adapter(lora_int_id: int, lora_path: str) -> None:
+    """Refuse an adapter that no engine takes. Raises :class:`ValueError`."""
+    if lora_int_id < 1:
+        raise ValueError(f"lora_int_id must be at least 1, got {lora_int_id}")
+    if not lora_path:
+        raise ValueError("lora_path must not be empty")
 
 
 class PlaceholderRange(Struct, kw_only=True):
@@ -238,11 +244,11 @@ _WIRE_TYPES = (list, dict, int, float, str, bytes, Ext)
 """What a field decodes to before it is converted, sound (a list) or not. Nothing that is converted is one of them."""
 
 
-def _converted_on_read(name: str, convert: Callable[[object], object]) -> Any:
-    """Make a property over ``EngineCoreOutput``'s slot ``name`` that replaces a wire value by what it stands for."""
-    slot = EngineCoreOutput.__dict__[name]
+def converted_on_read(struct: type[Struct], name: str, convert: Callable[[object], object]) -> Any:
+    """Make a property over a struct's slot ``name`` that replaces a wire value by what it stands for."""
+    slot = struct.__dict__[name]
 
-    def read(self: ReceivedOutput) -> object:
+    def read(self: Struct) -> object:
         value = slot.__get__(self)
         if isinstance(value, _WIRE_TYPES):  # still as it came
             value = convert(value)
@@ -255,20 +261,24 @@ def _converted_on_read(name: str, convert: Callable[[object], object]) -> Any:
 
 
 class ReceivedOutput(EngineCoreOutput, array_like=True, gc=False):
-    """An ``EngineCoreOutput`` that came over the wire; its arrays are converted when first read."""
+    """An ``EngineCoreOutput`` that came over the wire; its arrays are converted when first read.
+
+    Attributes:
+        ARRAY_SLOTS: descriptors of the fields that may refer to auxiliary frames, past the properties.
+    """
+
+    ARRAY_SLOTS: ClassVar = tuple(
+        EngineCoreOutput.__dict__[name]
+        for name in ("new_logprobs", "new_prompt_logprobs_tensors", "pooling_output", "routed_experts")
+    )
 
     if not TYPE_CHECKING:
-        new_logprobs = _converted_on_read("new_logprobs", logprobs_lists_from_wire)
-        new_prompt_logprobs_tensors = _converted_on_read("new_prompt_logprobs_tensors", logprobs_tensors_from_wire)
-        pooling_output = _converted_on_read("pooling_output", tensor_from_wire)
-        routed_experts = _converted_on_read("routed_experts", ndarray_from_wire)
-
-
-ARRAY_SLOTS = tuple(
-    EngineCoreOutput.__dict__[name]
-    for name in ("new_logprobs", "new_prompt_logprobs_tensors", "pooling_output", "routed_experts")
-)
-"""Descriptors of the fields that may refer to auxiliary frames, past the properties above."""
+        new_logprobs = converted_on_read(EngineCoreOutput, "new_logprobs", logprobs_lists_from_wire)
+        new_prompt_logprobs_tensors = converted_on_read(
+            EngineCoreOutput, "new_prompt_logprobs_tensors", logprobs_tensors_from_wire
+        )
+        pooling_output = converted_on_read(EngineCoreOutput, "pooling_output", tensor_from_wire)
+        routed_experts = converted_on_read(EngineCoreOutput, "routed_experts", ndarray_from_wire)
 
 
 class EngineCoreOutputs(Struct, array_like=True):
@@ -298,7 +308,9 @@ class EngineCoreOutputs(Struct, array_like=True):
 
 
 class ReceivedOutputs(EngineCoreOutputs, array_like=True):
-    """An ``EngineCoreOutputs`` that came over the wire."""
+    """An ``EngineCoreOutputs`` that came over the wire, of outputs of type ``OUTPUT``."""
+
+    OUTPUT: ClassVar[type[ReceivedOutput]] = ReceivedOutput
 
     if not TYPE_CHECKING:  # a list is invariant; for readers it stays a list of EngineCoreOutput
         outputs: list[ReceivedOutput] = field(default_factory=list)
