@@ -124,6 +124,19 @@ class LogprobsTensors(NamedTuple):
     cu_num_generated_tokens: list[int] | None = None
 
 
+class SamplingMaskLists(NamedTuple):
+    """Which tokens could be sampled (vLLM 0.32).
+
+    Attributes:
+        token_ids: the tokens of all positions, one after the other.
+        offsets: where each position's tokens begin.
+    """
+
+    token_ids: NDArray[Any]
+    offsets: NDArray[Any] | None = None
+    cu_num_generated_tokens: list[int] | None = None
+
+
 def ndarray_from_wire(value: object) -> np.ndarray[Any, Any]:
     """Read a numpy field's triple, without a copy: the array is read-only.
 
@@ -167,6 +180,18 @@ def logprobs_tensors_from_wire(value: object) -> LogprobsTensors:
     """Read ``new_prompt_logprobs_tensors``. Raises :class:`DecodeError`."""
     ids, logprobs, ranks, cumulative = _four(value, "LogprobsTensors")
     return LogprobsTensors(tensor_from_wire(ids), tensor_from_wire(logprobs), tensor_from_wire(ranks), cumulative)
+
+
+def sampling_mask_from_wire(value: object) -> SamplingMaskLists:
+    """Read ``new_sampling_mask``. Raises :class:`DecodeError`."""
+    if not isinstance(value, list) or not value:
+        raise DecodeError(f"SamplingMaskLists must be an array of two arrays and a list, got {reprlib.repr(value)}")
+    token_ids, offsets, cumulative, *_ = [*value, None, None]
+    if cumulative is not None and not isinstance(cumulative, list):
+        raise DecodeError(f"SamplingMaskLists.cu_num_generated_tokens must be a list, got {reprlib.repr(cumulative)}")
+    return SamplingMaskLists(
+        ndarray_from_wire(token_ids), None if offsets is None else ndarray_from_wire(offsets), cumulative
+    )
 
 
 def fill_in_frames(value: object, frames: Sequence[Buffer]) -> None:

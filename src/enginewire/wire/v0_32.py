@@ -12,21 +12,20 @@ Source: protocol section M.2.
 
 from __future__ import annotations
 
-import reprlib
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from enginewire.errors import DecodeError, EncodeError
+from enginewire.errors import EncodeError
 from enginewire.wire import arrays, handshake, messages, sampling, stats
 from enginewire.wire.messages import converted_on_read
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from enginewire.wire.arrays import LogprobsLists, Tensor
+    from enginewire.wire.arrays import LogprobsLists, SamplingMaskLists, Tensor
 
     ReorderedOutput = messages.EngineCoreOutput  # what it is to its readers, by attribute names
     Experts = NDArray[Any]
@@ -35,8 +34,7 @@ else:
     ReorderedOutput = Struct
     # What msgspec sees, as in 0.25's table: arrays stay in wire form until they are read. A list, and not anything:
     # the integer that 0.25 has where `routed_experts` stands here must be refused.
-    LogprobsLists = PromptLogprobs = Tensor = Experts = list[Any]
-
+    LogprobsLists = PromptLogprobs = SamplingMaskLists = Tensor = Experts = list[Any]
 
 INSERTED: Final = 9
 """Where an output got an element in the middle: ``ec_transfer_params``."""
@@ -104,19 +102,6 @@ class LogprobsTensors(NamedTuple):
     selected_token_ranks: arrays.Tensor
     cu_num_generated_tokens: list[int] | None = None
     cu_num_generated_tokens_tensor: arrays.Tensor | None = None
-
-
-class SamplingMaskLists(NamedTuple):
-    """Which tokens could be sampled.
-
-    Attributes:
-        token_ids: the tokens of all positions, one after the other.
-        offsets: where each position's tokens begin.
-    """
-
-    token_ids: NDArray[Any]
-    offsets: NDArray[Any] | None = None
-    cu_num_generated_tokens: list[int] | None = None
 
 
 class SpecDecodeMetrics(Struct, kw_only=True):
@@ -190,39 +175,24 @@ class EngineCoreOutput(ReorderedOutput, array_like=True, gc=False):
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # narrower than in 0.25
         prefill_stats: PrefillStats | None = None
     routed_experts: Experts | None = None
     num_nans_in_logits: int = 0
     mm_cache_miss_hashes: list[str] | None = None
-    if TYPE_CHECKING:
-        new_sampling_mask: SamplingMaskLists | None = None
-    else:
-        new_sampling_mask: list[Any] | None = None
+    new_sampling_mask: SamplingMaskLists | None = None
     spec_decode_metrics: SpecDecodeMetrics | None = None
     prompt_token_id_logprobs: Tensor | None = None
 
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # inherited, to a type checker
         finished = messages.EngineCoreOutput.finished
 
 
 def logprobs_tensors_from_wire(value: object) -> LogprobsTensors:
-    """Read ``new_prompt_logprobs_tensors``. Raises :class:`DecodeError`."""
+    """Read ``new_prompt_logprobs_tensors``. Raises ``DecodeError``."""
     cumulative = value[4] if isinstance(value, list) and len(value) > 4 else None
     return LogprobsTensors(
         *arrays.logprobs_tensors_from_wire(value), None if cumulative is None else arrays.tensor_from_wire(cumulative)
-    )
-
-
-def sampling_mask_from_wire(value: object) -> SamplingMaskLists:
-    """Read ``new_sampling_mask``. Raises :class:`DecodeError`."""
-    if not isinstance(value, list) or not value:
-        raise DecodeError(f"SamplingMaskLists must be an array of two arrays and a list, got {reprlib.repr(value)}")
-    token_ids, offsets, cumulative, *_ = [*value, None, None]
-    if cumulative is not None and not isinstance(cumulative, list):
-        raise DecodeError(f"SamplingMaskLists.cu_num_generated_tokens must be a list, got {reprlib.repr(cumulative)}")
-    return SamplingMaskLists(
-        arrays.ndarray_from_wire(token_ids), None if offsets is None else arrays.ndarray_from_wire(offsets), cumulative
     )
 
 
@@ -244,7 +214,7 @@ class ReceivedOutput(EngineCoreOutput, array_like=True, gc=False):
         )
         pooling_output = converted_on_read(EngineCoreOutput, "pooling_output", arrays.tensor_from_wire)
         routed_experts = converted_on_read(EngineCoreOutput, "routed_experts", arrays.ndarray_from_wire)
-        new_sampling_mask = converted_on_read(EngineCoreOutput, "new_sampling_mask", sampling_mask_from_wire)
+        new_sampling_mask = converted_on_read(EngineCoreOutput, "new_sampling_mask", arrays.sampling_mask_from_wire)
         prompt_token_id_logprobs = converted_on_read(
             EngineCoreOutput, "prompt_token_id_logprobs", arrays.tensor_from_wire
         )
@@ -269,10 +239,10 @@ class ReceivedOutputs(EngineCoreOutputs, messages.ReceivedOutputs, array_like=Tr
 
 
 class KVEventsConfig(Struct, kw_only=True):
-    """Where an engine publishes what enters and leaves its cache."""
+    """Where an engine publishes what enters and leaves its cache; ``publisher`` is ``null`` or ``zmq``."""
 
     enable_kv_cache_events: bool = False
-    publisher: Literal["null", "zmq"] = "null"
+    publisher: str = "null"
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000

@@ -10,7 +10,7 @@ import pytest
 
 from enginewire.errors import DecodeError, EncodeError, InvalidRequestError
 from enginewire.wire import messages, sampling, v0_32
-from enginewire.wire.arrays import LogprobsLists, Tensor
+from enginewire.wire.arrays import LogprobsLists, SamplingMaskLists, Tensor
 from enginewire.wire.codec import MsgpackEncoder, OutputsDecoder, RequestDecoder
 from enginewire.wire.profile import PROFILES, V0_25, V0_32
 
@@ -106,7 +106,7 @@ def test_arrays_that_0_32_added_survive_the_wire_in_frames() -> None:
     sent = v0_32.EngineCoreOutput(
         "a",
         [1],
-        new_sampling_mask=v0_32.SamplingMaskLists(np.arange(100, dtype="<i4"), np.arange(101, dtype="<i4"), [0, 1]),
+        new_sampling_mask=SamplingMaskLists(np.arange(100, dtype="<i4"), np.arange(101, dtype="<i4"), [0, 1]),
         prompt_token_id_logprobs=Tensor.from_numpy(np.ones(100, "<f4")),
     )
     frames = list(map(bytes, MsgpackEncoder().encode(v0_32.EngineCoreOutputs(outputs=[sent]))))
