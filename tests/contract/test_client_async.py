@@ -134,6 +134,40 @@ def test_a_second_live_loop_is_refused(pair: tuple[Face, MockEngine]) -> None:
     assert face.pending_calls() == 0
 
 
+def test_of_two_loops_that_come_at_once_one_is_refused(
+    unbound: tuple[AsyncMPClient, MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-41: loops of two threads, neither of which the other can wait for."""
+    client, _ = unbound
+    loops = [Loop("asyncio"), Loop("asyncio")]
+    make_receiver = async_mp._Receiver
+    refused: list[RuntimeError] = []
+    moved: list[threading.Thread] = []
+
+    def claim(loop: Loop) -> None:
+        try:
+            loop.run(client.abort_requests_async(["r"]))
+        except RuntimeError as exc:
+            refused.append(exc)
+
+    def make_slowly(*args: Any) -> Any:
+        if not moved:
+            moved.append(threading.Thread(target=claim, args=(loops[1],)))
+            moved[0].start()
+            moved[0].join(0.3)  # it would be through by then, if it could
+        return make_receiver(*args)
+
+    monkeypatch.setattr(async_mp, "_Receiver", make_slowly)
+    try:
+        claim(loops[0])
+        moved[0].join()
+    finally:
+        for loop in loops:
+            loop.close()
+    assert len(refused) == 1
+    assert "in use on another event loop" in str(refused[0])
+
+
 def test_shutdown_on_the_loop(pair: tuple[Face, MockEngine]) -> None:
     """C-23."""
     face, _ = pair

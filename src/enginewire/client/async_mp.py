@@ -52,6 +52,7 @@ class AsyncMPClient(MPClient):
         self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None, **kwargs: Any
     ) -> None:
         self._receiver: _Receiver | None = None
+        self._moving = threading.RLock()  # loops of two threads may want the receiver at once
         self._arrived: deque[Frames | EngineCoreOutputs] = deque()
         self._waiters: set[asyncio.Future[None]] = set()
         self._end: ErrorMaker | None = None
@@ -160,12 +161,15 @@ class AsyncMPClient(MPClient):
             RuntimeError: the receiver is on another loop that is not closed; or this is a forked process.
         """
         loop = asyncio.get_running_loop()
-        receiver = self._receiver
-        if receiver is not None and receiver.loop is loop:
-            return loop
+        if self._receiver is None or self._receiver.loop is not loop:
+            with self._moving:
+                self._move_receiver(loop)
+        return loop
+
+    def _move_receiver(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ensure_alive()
-        if receiver is not None:
-            if not receiver.loop.is_closed():
+        if self._receiver is not None:
+            if not self._receiver.loop.is_closed():
                 raise RuntimeError(
                     "this client is in use on another event loop: use it there, or make a second client, or close that "
                     "loop first"
@@ -175,7 +179,6 @@ class AsyncMPClient(MPClient):
         self._receiver = _Receiver(loop, self)
         self.resources.stop_receiver = self._receiver.stop
         self.ensure_alive()  # once more: a death is either seen here or finds the receiver
-        return loop
 
 
 class _Receiver:
