@@ -300,7 +300,11 @@ class AsyncLLM:
     # The end.
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the engine and release everything. Idempotent, from any thread; streams in progress fail."""
+        """Stop the engine and release everything. Idempotent, from any thread.
+
+        Requests in progress may run for ``shutdown_timeout_s``; then they end with finish reason ``abort``, or with
+        ClientClosedError if the engine, or this loop, does not get to say so.
+        """
         self._finalizer.detach()
         self._client.shutdown(timeout)
 

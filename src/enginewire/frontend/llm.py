@@ -272,7 +272,11 @@ class LLM:
     # The end.
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the engine and release everything. Idempotent, from any thread; calls in progress fail."""
+        """Stop the engine and release everything. Idempotent, from any thread.
+
+        Requests in progress may run for ``shutdown_timeout_s``; then they end with finish reason ``abort``, or with
+        ClientClosedError if the engine does not get to say so.
+        """
         with self._pump.turn():
             self._client.shutdown(timeout)
 
