@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -39,7 +40,12 @@ _temporary_folder = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this run a temporary folder of its own, so that what other runs leave in theirs is not taken for ours."""
+    """Give this run a temporary folder of its own, so that what other runs leave in theirs is not taken for ours.
+
+    And let SIGINT arrive.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_temporary_folder] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="ew-")  # short: ipc paths are
     tempfile.tempdir = None
 
