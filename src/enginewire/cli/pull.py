@@ -10,7 +10,7 @@ from enginewire.cli.terminal import fetch
 
 USAGE = "[ALIAS]"
 
-DESCRIPTION = "Fetch a model into your cache, unless it is there, check it, and print its path."
+DESCRIPTION = "Fetch a model into your cache, unless it is there and undamaged, and print its path."
 
 EXAMPLES = f"""\
   enginewire pull
@@ -31,4 +31,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> None:
     """Run the command."""
-    sys.stdout.write(f"{fetch(args.alias)}\n")
+    sys.stdout.write(f"{fetch(args.alias, check=True)}\n")

@@ -47,14 +47,20 @@ def status(text: str, *, enabled: bool = True) -> Iterator[None]:
             sys.stderr.flush()
 
 
-def fetch(model: str) -> Path:
-    """Find a model; show how a download comes along: a bar on a terminal, else a line when something begins."""
-    from enginewire.frontend.progress import download_progress
-    from enginewire.models import resolve_model
+def fetch(model: str, *, check: bool = False) -> Path:
+    """Find a model; show how a download comes along: a bar on a terminal, else a line when something begins.
 
+    Args:
+        model: see ``resolve_model``.
+        check: read what is there, and fetch it again if it was damaged.
+    """
+    from enginewire.frontend.progress import download_progress
+    from enginewire.models import ALIASES, pull, resolve_model
+
+    find = pull if check and model in ALIASES else resolve_model
     if is_terminal():
         with download_progress() as progress:
-            return resolve_model(model, progress=progress)
+            return find(model, progress=progress)
     told: set[str] = set()
 
     def tell(done: int, total: int, what: str) -> None:
@@ -62,4 +68,4 @@ def fetch(model: str) -> Path:
             told.add(what)
             say(f"{model}: {what}, {total / 1e6:.0f} MB")
 
-    return resolve_model(model, progress=tell)
+    return find(model, progress=tell)
