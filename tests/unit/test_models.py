@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -20,7 +21,7 @@ from types import MappingProxyType
 import pytest
 
 from enginewire import models
-from enginewire.cli.main import main
+from enginewire.cli import pull as pull_command
 from enginewire.errors import ModelError
 from enginewire.models import ModelSource, cache_dir, list_models, pull, resolve_model
 
@@ -142,7 +143,7 @@ def test_pulling_again_replaces_a_file_that_was_damaged_since(store: Store) -> N
 def test_the_command_pull_looks_into_the_file(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     path = pull("tiny")
     path.write_bytes(bytes(len(CONTENT)))
-    assert main(["pull", "tiny"]) == 0
+    pull_command.execute(argparse.Namespace(alias="tiny"))
     assert path.read_bytes() == CONTENT
     assert capsys.readouterr().out == f"{path}\n"
 
