@@ -60,6 +60,7 @@ class Served:
     def metric(self, name: str) -> float:
         """Return a metric's value, the sum over its labels."""
         text = httpx.get(f"{self.url}/metrics").text
+        assert f"# TYPE {name} " in text, f"there is no metric {name}"
         return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
 
     def num_running(self) -> float:

@@ -74,12 +74,13 @@ def test_collective_rpc_that_fails_is_a_400_in_the_engines_words(
     http: httpx.Client, echo: Served, call: dict[str, object], words: str
 ) -> None:
     """Clients repeat a call by themselves after a 5xx, whatever it has done already."""
-    failed = http.post("/collective_rpc", json=call)
+    failed = http.post("/collective_rpc", json=call, headers={"X-Request-Id": "fails"})
     assert failed.status_code == 400
     error = failed.json()["error"]
     assert (error["param"], error["code"]) == ("method", "engine_call_failed")
     assert words in error["message"]
-    assert "Traceback" not in echo.log
+    wait_until(lambda: "request_id=fails " in echo.log, "its line is written")
+    assert not any("exception=" in line for line in echo.log.splitlines() if "request_id=fails " in line)
 
 
 def test_collective_rpc_that_takes_too_long_is_a_504(http: httpx.Client) -> None:

@@ -55,7 +55,7 @@ def test_closing_the_connection_aborts_at_once(
         wait_until(lambda: slow_echo.num_live() == num_live, "it runs")
     wait_until(lambda: slow_echo.num_live() == 0, "it is gone", timeout_s=2)
     wait_until(lambda: slow_echo.metric("enginewire:client_disconnects_total") == before + 1, "it is counted")
-    assert slow_echo.metric("enginewire:num_requests_in_flight") == 0
+    assert slow_echo.metric("enginewire:num_completions_in_flight") == 0
     assert "status=499" in slow_echo.log
 
 

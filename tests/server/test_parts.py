@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -23,7 +23,9 @@ from enginewire.errors import (
     UtilityCallError,
     UtilityTimeoutError,
 )
+from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.logprobs import Logprob
+from enginewire.frontend.outputs import RequestMetrics, RequestOutput
 from enginewire.server.access_log import LogfmtFormatter, current_request_id, quoted
 from enginewire.server.admission import Admission
 from enginewire.server.conversation import render
@@ -34,11 +36,14 @@ from enginewire.server.errors import (
     UnavailableError,
     http_error,
 )
+from enginewire.server.generation import Generation, Job
+from enginewire.server.health import EngineMonitor
 from enginewire.server.http import ResponseSender, client_present, read_body
 from enginewire.server.openai.logprobs import chat_logprobs, completion_logprobs
 from enginewire.server.openai.tool_calls import ToolCallReader
 from enginewire.server.settings import ServerSettings, default_model_name, is_loopback
 from enginewire.text.tokenizer import ByteTokenizer
+from enginewire.wire.sampling import SamplingParams
 
 DEATH = EngineDeath(0, "killed by signal 9 (SIGKILL)", -9, ("the prompt was: secret",))
 
@@ -290,6 +295,44 @@ def test_templates_get_the_arguments_of_earlier_calls_as_maps() -> None:
 def test_template_without_tools_refuses_them() -> None:
     with pytest.raises(InvalidRequestError, match="does not know tools"):
         render(ByteTokenizer(), [{"role": "user", "content": "a"}], tools=[{"type": "function"}])
+
+
+# Generation.
+
+
+class EndlessLLM:
+    """A frontend whose requests end when they are told to."""
+
+    def __init__(self) -> None:
+        self.ends = {"long": asyncio.Event(), "short": asyncio.Event()}
+        self.aborted: list[str] = []
+
+    async def generate(self, prompt: str, *args: object, **kwargs: object) -> AsyncIterator[RequestOutput]:
+        await self.ends[prompt].wait()
+        yield RequestOutput("mine", prompt, [1], outputs=[], finished=True, metrics=RequestMetrics(0.0, 0.0))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+def test_what_runs_is_aborted_also_if_another_of_its_id_has_ended() -> None:
+    """Ids are the clients' choice, by ``request_id`` or a header, and proxies repeat theirs."""
+
+    async def run() -> list[str]:
+        llm = EndlessLLM()
+        generation = Generation(cast(AsyncLLM, llm), Admission(2), cast(EngineMonitor, None))
+        jobs = {name: Job("mine", [name], SamplingParams()) for name in llm.ends}
+        running = {name: asyncio.create_task(generation.complete(job)) for name, job in jobs.items()}
+        await asyncio.sleep(0)
+        llm.ends["short"].set()
+        await running["short"]
+        await generation.abort_all()
+        llm.ends["long"].set()
+        await running["long"]
+        await generation.abort_all()
+        return llm.aborted
+
+    assert asyncio.run(run()) == ["mine"]
 
 
 # Settings and log lines.

@@ -63,18 +63,6 @@ def test_what_does_not_finish_in_time_is_aborted_with_what_there_is() -> None:
         assert time.monotonic() - start < 5
 
 
-def test_all_of_the_same_id_are_aborted_also_if_one_has_ended_before() -> None:
-    with serve("echo", *STEP, "--shutdown-timeout", "0.3") as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        headers = {"X-Request-Id": "mine"}
-        body = {"prompt": "abc", "max_tokens": 100_000}
-        running = pool.submit(httpx.post, f"{served.url}/v1/completions", json=body, headers=headers, timeout=30)
-        wait_until(lambda: served.num_running() == 1, "it runs")
-        short = httpx.post(f"{served.url}/v1/completions", json={**body, "max_tokens": 1}, headers=headers)
-        assert short.json()["id"] == "cmpl-mine"
-        served.signal(signal.SIGTERM)
-        assert running.result(20).json()["choices"][0]["finish_reason"] == "abort"
-
-
 def test_second_signal_leaves_at_once() -> None:
     with (
         serve("echo", *STEP) as served,

@@ -71,7 +71,7 @@ def test_sixty_four_streams_half_of_them_dropped_leave_nothing_behind() -> None:
         assert finished > 100
         assert dropped > 100
         wait_until(lambda: served.num_live() == 0, "nothing runs or waits")
-        assert served.metric("enginewire:num_requests_in_flight") == 0
+        assert served.metric("enginewire:num_completions_in_flight") == 0
         assert httpx.get(f"{served.url}/ready").status_code == 200
         for process, rss in zip(processes, before, strict=True):
             assert process.memory_info().rss < 1.1 * rss
