@@ -10,7 +10,7 @@ import operator
 import secrets
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -294,12 +294,13 @@ def is_conversation(prompt: object) -> bool:
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """Tell one prompt from a list of prompts."""
+    """Tell one prompt from a list of prompts. What is neither is one, and will be refused as one."""
     if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
         return True
-    if not isinstance(prompts, Sequence) or not prompts:
-        return False
-    return not isinstance(prompts[0], (str, Mapping, Sequence))
+    if not isinstance(prompts, Iterable) or not isinstance(prompts, Sized):
+        return True
+    items = cast("Iterable[object]", prompts)
+    return len(prompts) > 0 and not isinstance(next(iter(items)), Iterable)  # arrays count as lists
 
 
 def _token_ids(value: object) -> list[int]:

@@ -164,6 +164,12 @@ def test_a_prompt_map_may_carry_a_cache_salt() -> None:
         ([MESSAGES, MESSAGES], False),
         ([], False),
         (("a", [1]), False),
+        (np.array([1, 2]), True),
+        ([np.array([1, 2]), [3]], False),
+        (np.array([[1, 2], [3, 4]]), False),
+        (None, True),
+        (5, True),
+        (iter(["a"]), True),
     ],
 )
 def test_one_prompt_is_told_from_a_list_of_prompts(prompts: Any, is_single: bool) -> None:
