@@ -84,6 +84,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"stop": ""}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stop": ["x"] * 129}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"repetition_detection": {"max_pattern_size": 2**40, "min_count": 2}}, "repetition_detection"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "end"}, "suffix"),

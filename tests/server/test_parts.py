@@ -182,6 +182,9 @@ def test_places_are_counted_and_given_back() -> None:
     assert (admission.num_in_flight, admission.busy_since) == (0, None)
     with pytest.raises(InvalidRequestError), admission.places(4):
         pass
+    admission.check(3)
+    with pytest.raises(InvalidRequestError):
+        admission.check(4)
     with pytest.raises(ZeroDivisionError), admission.places(1):
         raise ZeroDivisionError
     assert admission.num_in_flight == 0

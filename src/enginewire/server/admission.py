@@ -43,11 +43,7 @@ class Admission:
         """
         if self._closed is not None:
             raise UnavailableError(str(self._closed), self._closed.code)
-        if count > self._limit:
-            raise InvalidRequestError(
-                f"{count} completions are asked for at once (prompts times n); this server takes at most {self._limit}",
-                parameter="n",
-            )
+        self.check(count)
         if self.num_in_flight + count > self._limit:
             raise OverloadedError(self.num_in_flight)
         self._change(count)
@@ -55,6 +51,18 @@ class Admission:
             yield
         finally:
             self._change(-count)
+
+    def check(self, count: int) -> None:
+        """Refuse what there will never be room for.
+
+        Raises:
+            InvalidRequestError: it is so many.
+        """
+        if count > self._limit:
+            raise InvalidRequestError(
+                f"{count} completions are asked for at once (prompts times n); this server takes at most {self._limit}",
+                parameter="n",
+            )
 
     def close(self, reason: UnavailableError) -> None:
         """Take nothing in any more."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+from collections.abc import Iterator
 from functools import cache
 from typing import TypeVar
 
@@ -38,8 +41,9 @@ def decode_body(kind: type[T], request: Request) -> T:
         InvalidRequestError: it is nested too deeply.
     """
     try:
-        value: T = _decoder(kind).decode(request.body)
-        given = _keys_decoder.decode(request.body)
+        with _no_collections():
+            value: T = _decoder(kind).decode(request.body)
+            given = _keys_decoder.decode(request.body)
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     names = _field_names(kind)
@@ -48,6 +52,21 @@ def decode_body(kind: type[T], request: Request) -> T:
             _reported.add((kind.__name__, name))
             logger.warning("ignoring the unknown field %r of a %s, now and later", name, kind.__name__)
     return value
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the garbage collector out. Decoding makes no garbage, and every collection walks all that it has made.
+
+    A body of eight million lists takes 0.8 s so, 5.5 s otherwise, and everybody else waits for that.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _keys_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -35,12 +35,12 @@ async def create_completion(context: Context, request: Request) -> Reply:
     if wanted.echo and wanted.prompt_logprobs is None:
         names["prompt_logprobs"] = "echo"
     with errors_name(names):
-        job = _make_job(wanted, f"cmpl-{wanted.request_id or request.id}", context.llm.tokenizer)
+        job = _make_job(wanted, f"cmpl-{wanted.request_id or request.id}", context)
         writer = _CompletionWriter(wanted, job, context.settings.model_name, context.llm.tokenizer)
         return await respond(context, request, wanted, job, writer)
 
 
-def _make_job(wanted: CompletionRequest, job_id: str, tokenizer: Tokenizer) -> Job:
+def _make_job(wanted: CompletionRequest, job_id: str, context: Context) -> Job:
     check_stream_options(wanted)
     if wanted.best_of is not None and wanted.best_of != (wanted.n or 1):
         raise InvalidRequestError(
@@ -59,11 +59,14 @@ def _make_job(wanted: CompletionRequest, job_id: str, tokenizer: Tokenizer) -> J
         logprobs=wanted.logprobs,
         prompt_logprobs=num_prompt_logprobs,
     )
-    return Job(job_id, _prompts(wanted, tokenizer), params, wanted.priority or 0, wants_text=wants_text)
+    given = _given_prompts(wanted)
+    context.admission.check(len(given) * params.n)  # before anything is done for each
+    prompts = [_prompt(prompt, wanted, context.llm.tokenizer) for prompt in given]
+    return Job(job_id, prompts, params, wanted.priority or 0, wants_text=wants_text)
 
 
-def _prompts(wanted: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the prompts in the frontend's form; one prompt is a list of one."""
+def _given_prompts(wanted: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts as they were given; one prompt is a list of one."""
     given = wanted.prompt
     kinds = {str} if isinstance(given, str) else {type(item) for item in given}
     if len(kinds) > 1:
@@ -74,15 +77,17 @@ def _prompts(wanted: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
     prompts = cast("list[str | list[int]]", [given] if is_one else given)
     if not prompts or not all(prompts):
         raise InvalidRequestError("the prompt is empty", parameter="prompt")
-    made: list[Prompt] = []
-    for prompt in prompts:
-        form: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        if isinstance(prompt, str) and wanted.add_special_tokens is False:
-            form["prompt_token_ids"] = tokenizer.encode(prompt, add_special_tokens=False)
-        if wanted.cache_salt is not None:
-            form["cache_salt"] = wanted.cache_salt
-        made.append(form)
-    return made
+    return prompts
+
+
+def _prompt(prompt: str | list[int], wanted: CompletionRequest, tokenizer: Tokenizer) -> Prompt:
+    """Put a prompt into the frontend's form."""
+    form: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    if isinstance(prompt, str) and wanted.add_special_tokens is False:
+        form["prompt_token_ids"] = tokenizer.encode(prompt, add_special_tokens=False)
+    if wanted.cache_salt is not None:
+        form["cache_salt"] = wanted.cache_salt
+    return form
 
 
 class _CompletionWriter:

@@ -37,6 +37,10 @@ MAX_STOP_STRINGS: Final = 128
 """Every token's text is searched for each of them, on the event loop."""
 
 
+MAX_STOP_TOKENS: Final = 1024
+"""They are checked, copied and sent to the engine, all on the event loop."""
+
+
 def sampling_params(
     fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
@@ -85,6 +89,11 @@ def _check_costs(fields: SamplingFields) -> None:
     if isinstance(fields.stop, list) and len(fields.stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
             f"stop has {len(fields.stop)} strings; at most {MAX_STOP_STRINGS} are searched for", parameter="stop"
+        )
+    if fields.stop_token_ids is not None and len(fields.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(fields.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are watched for",
+            parameter="stop_token_ids",
         )
     detection = fields.repetition_detection
     if detection is not None and detection.max_pattern_size > MAX_PATTERN_SIZE:
