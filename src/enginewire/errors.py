@@ -5,7 +5,9 @@
     EngineClientError
     ├── EngineDeadError            the engine is gone for good; ``.death`` says why
     ├── EngineStartupError         launch or handshake failed; ``.stage``, ``.engine_index``
-    │   └── EngineStartupTimeout   … because time ran out (also a ``TimeoutError``)
+    │   ├── EngineStartupTimeout   … because time ran out (also a ``TimeoutError``)
+    │   ├── EngineStartupModelError   … because of the model (also a ``ModelError``)
+    │   └── EngineStartupConfigError  … because of a setting (also a ``ConfigError``)
     ├── ClientClosedError          used after ``shutdown()``
     ├── RequestError               one request was refused or failed, the engine is fine
     │   ├── InvalidRequestError    … because of what it asked for (also a ``ValueError``)
@@ -201,3 +203,27 @@ class ModelError(EngineClientError):
 
 class ConfigError(EngineClientError, ValueError):
     """A setting has a value it cannot have."""
+
+
+class EngineStartupModelError(EngineStartupError, ModelError):
+    """The engine process could not use the model."""
+
+
+class EngineStartupConfigError(EngineStartupError, ConfigError):
+    """The engine process could not use a setting."""
+
+
+def startup_error(death: EngineDeath) -> EngineStartupError:
+    """Make the error for an engine process that ended while starting.
+
+    A refused model or setting is the same class of error as in the caller's own process: the cause begins with the
+    class of what was raised there.
+    """
+    kinds = {"ModelError": EngineStartupModelError, "ConfigError": EngineStartupConfigError}
+    return kinds.get(death.cause.partition(":")[0], EngineStartupError)(
+        f"engine {death.engine_index} could not start: {death.cause}",
+        stage="launch",
+        engine_index=death.engine_index,
+        exit_code=death.exit_code,
+        log_tail=death.log_tail,
+    )

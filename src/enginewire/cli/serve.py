@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", action="append", metavar="KEY", help="wanted from clients; repeatable; also $ENGINEWIRE_API_KEY")
     add("--admin", action="store_true", help="have /sleep, /pause, /collective_rpc and their like")
     add("--max-queue", type=int, default=1024, metavar="N", help="completions that may wait (default: %(default)s)")
-    add("--max-body-bytes", type=int, default=32 << 20, metavar="N", help="largest request (default: %(default)s)")
+    add("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="largest request (default: %(default)s)")
     add(
         "--shutdown-timeout",
         type=float,

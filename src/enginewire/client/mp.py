@@ -27,7 +27,7 @@ from enginewire.client.startup import EngineStartup, apply_ready_responses, wait
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineClientError, EngineDeadError, EngineDeath
-from enginewire.host.executor_source import executor_source
+from enginewire.host.executor_source import ExecutorSource, executor_source
 from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints
 from enginewire.transport.peers import PeerWatch
@@ -96,6 +96,9 @@ class MPClient(EngineCoreClient):
     def _start(self, executor_class: ExecutorChoice, client_addresses: Mapping[str, str] | None) -> None:
         """Bind, launch, shake hands. Whatever fails here is cleaned up by the caller."""
         resources = self.resources
+        launches = client_addresses is None and self.config.starts_engines
+        # Before a folder is made: this may import much, and who is killed meanwhile should leave nothing behind.
+        source = executor_source(executor_class or self.config.executor) if launches else None
         if client_addresses is not None:
             endpoints = Endpoints("", client_addresses["input_address"], client_addresses["output_address"])
         else:
@@ -105,7 +108,6 @@ class MPClient(EngineCoreClient):
         limit = self.config.max_frame_bytes
         resources.input_socket, input_address = bind_router(resources.context, endpoints.input, limit)
         resources.output_socket, output_address = bind_pull(resources.context, endpoints.output, limit)
-        launches = client_addresses is None and self.config.starts_engines
         self._peer_watches = [PeerWatch(resources.input_socket), PeerWatch(resources.output_socket)]
         startup = EngineStartup(
             [self.engine_index],
@@ -116,8 +118,8 @@ class MPClient(EngineCoreClient):
         )
         if client_addresses is None:
             resources.handshake_socket, address = bind_router(resources.context, endpoints.handshake, limit)
-            if launches:
-                spec = self._engine_spec(executor_class, address, endpoints)
+            if source is not None:
+                spec = self._engine_spec(source, address, endpoints)
                 resources.engine_manager = CoreEngineProcManager([spec], forward_log=self.config.forward_engine_log)
             else:
                 logger.info("waiting for engine %s, started elsewhere, on %s", self.engine_index, address)
@@ -138,8 +140,7 @@ class MPClient(EngineCoreClient):
         if resources.handshake_socket is not None:
             resources.handshake_socket.close(linger=0)
 
-    def _engine_spec(self, executor_class: ExecutorChoice, handshake: str, endpoints: Endpoints) -> EngineSpec:
-        source = executor_source(executor_class or self.config.executor)
+    def _engine_spec(self, source: ExecutorSource, handshake: str, endpoints: Endpoints) -> EngineSpec:
         return EngineSpec(
             config=self.config,
             log_stats=self.config.log_stats,

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from enginewire.config import EngineConfig
-from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, EngineStartupTimeout
+from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, EngineStartupTimeout, startup_error
 from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
@@ -215,13 +215,7 @@ def wait_for_engines(
                 except zmq.ZMQError as exc:
                     logger.warning("engine %s is gone since its HELLO: %s", engine_index_of(frames[0]), exc.strerror)
         if (death := first_death()) is not None:
-            raise EngineStartupError(
-                f"engine {death.engine_index} could not start: {death.cause}",
-                stage="launch",
-                engine_index=death.engine_index,
-                exit_code=death.exit_code,
-                log_tail=death.log_tail,
-            )
+            raise startup_error(death)
         waited = time.monotonic() - started
         if waited > ready_timeout_s:
             raise EngineStartupTimeout(

@@ -16,6 +16,7 @@ from enginewire.engine.executor import Executor
 from enginewire.engine.scheduler import PauseMode, PauseState, Scheduler
 from enginewire.engine.step import StepInput, StepOutput, run_step
 from enginewire.engine.validate import check_request
+from enginewire.errors import ConfigError
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class EngineCore:
             and the KV cache allow.
 
     Raises:
+        ConfigError: more ``max_model_len`` is asked for than the executor has.
         Exception: whatever the executor's constructor raises.
     """
 
@@ -47,9 +49,13 @@ class EngineCore:
         self.executor = executor_class(config)
         self.capacity = self.executor.capacity
         self.capabilities = self.executor.capabilities
-        bounds = [self.capacity.max_model_len]
-        if config.max_model_len is not None:
-            bounds.append(config.max_model_len)
+        asked, most = config.max_model_len, self.capacity.max_model_len
+        if asked is not None and asked > most:
+            self.executor.shutdown()
+            raise ConfigError(
+                f"max_model_len is {asked}, and this engine holds at most {most}; ask for less, or leave it out"
+            )
+        bounds = [most if asked is None else asked]
         if self.capacity.num_gpu_blocks:
             bounds.append(self.capacity.num_gpu_blocks * self.capacity.block_size)
         self.max_model_len = min(bounds)

@@ -37,7 +37,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin: bool = False
     max_queue: int = 1024
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     shutdown_timeout_s: float = 30.0
     stall_timeout_s: float = 60.0
     exit_on_engine_death: bool = False

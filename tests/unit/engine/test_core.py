@@ -11,7 +11,7 @@ from enginewire.config import EngineConfig
 from enginewire.engine.core import EngineCore
 from enginewire.engine.executor import Executor, ExecutorCapacity
 from enginewire.engine.utilities import UTILITIES, Answered, failure_text, invoke_utility
-from enginewire.errors import DuplicateRequestIdError, InvalidRequestError
+from enginewire.errors import ConfigError, DuplicateRequestIdError, InvalidRequestError
 from enginewire.executors import EchoExecutor
 from enginewire.wire.capabilities import Capabilities
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -418,3 +418,10 @@ def test_shutdown_releases_the_executor_and_whoever_waits_for_a_pause() -> None:
     core.shutdown()
     with pytest.raises(RuntimeError, match="shutting down"):
         future.result(timeout=0)
+
+
+def test_more_context_than_the_executor_has_is_refused() -> None:
+    """C-60: what was asked for is not quietly less."""
+    config = EngineConfig.create("echo", max_model_len=1000, executor_options={"max_model_len": 500})
+    with pytest.raises(ConfigError, match="max_model_len is 1000, and this engine holds at most 500"):
+        EngineCore(config, EchoExecutor)
