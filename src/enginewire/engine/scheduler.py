@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from enginewire.config import SchedulingPolicy
 from enginewire.engine.admission import AdmissionQueue, Request
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+STATS_INTERVAL_S: Final = 0.05
+"""How often statistics are reported while the same requests run. In every step they cost a small model 2 % of its
+speed, and no gauge is read as often; when requests come or go they are reported at once."""
 
 
 class PauseState(Enum):
@@ -66,6 +70,8 @@ class Scheduler:
         """Ids the executor still holds and must forget before its next step."""
         self._report_due = False
         """Requests ended since the last statistics: nobody must be left with the busy picture."""
+        self._reported = (0, 0)
+        self._next_report = 0.0
         self._cache_was_reset = False
         self._synthetic: dict[int, list[EngineCoreOutput]] = {}
         self.pause_state = PauseState.UNPAUSED
@@ -161,8 +167,14 @@ class Scheduler:
         step = bool(self._running) and self.pause_state is not PauseState.PAUSED_ALL
         if not (step or self._aborts or self._report_due):
             return None
-        self._report_due = False
-        return StepInput(self.take_aborts(), adds, step, self._log_stats)
+        return StepInput(self.take_aborts(), adds, step, self._log_stats and self._is_report_due())
+
+    def _is_report_due(self) -> bool:
+        counts, now = (len(self._running), len(self._waiting)), time.monotonic()
+        if not self._report_due and counts == self._reported and now < self._next_report:
+            return False
+        self._report_due, self._reported, self._next_report = False, counts, now + STATS_INTERVAL_S
+        return True
 
     def update(self, result: StepOutput) -> dict[int, EngineCoreOutputs]:
         """Turn a step's result into messages, keyed by client index.

@@ -10,7 +10,7 @@ import pytest
 from enginewire.config import SchedulingPolicy
 from enginewire.engine.admission import AdmissionQueue, Request
 from enginewire.engine.executor import ExecutorStats
-from enginewire.engine.scheduler import PauseState, Scheduler
+from enginewire.engine.scheduler import STATS_INTERVAL_S, PauseState, Scheduler
 from enginewire.engine.step import StepOutput
 from enginewire.errors import DuplicateRequestIdError
 from enginewire.wire.arrays import LogprobsLists
@@ -319,6 +319,33 @@ def test_after_the_last_request_statistics_are_sent_once_more(how: str) -> None:
     assert messages[0].scheduler_stats is not None
     assert messages[0].scheduler_stats.num_running_reqs == 0
     assert s.schedule() is None
+
+
+def test_statistics_are_asked_for_when_requests_come_or_go_and_else_at_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Protocol D.5: at most once per step. A small model pays for each."""
+    clock = [100.0]
+    monkeypatch.setattr("enginewire.engine.scheduler.time.monotonic", lambda: clock[0])
+    busy = scheduler(log_stats=True)
+
+    def wants_stats() -> bool:
+        step_input = busy.schedule()
+        assert step_input is not None
+        busy.update(result())
+        return step_input.with_stats
+
+    busy.add(request("a"))
+    assert wants_stats()
+    assert not wants_stats()
+    clock[0] += STATS_INTERVAL_S
+    assert wants_stats()
+    assert not wants_stats()
+    busy.add(request("b"))
+    assert wants_stats()
+    busy.abort(["b"])
+    assert wants_stats()
+    assert not wants_stats()
 
 
 def test_a_request_that_the_executor_forgot_fails_instead_of_hanging() -> None:
