@@ -124,7 +124,8 @@ def main() -> int:
         return 2
     lifeline = Channel.adopt(int(sys.argv[2]))
     send_stdout_to_stderr()
-    faulthandler.enable()
+    # This thread's frames only: walking those of threads that run meanwhile may crash, and hide the first cause.
+    faulthandler.enable(all_threads=False)
     payload = lifeline.receive()
     if payload is None:
         return 1  # the parent was gone before it said anything

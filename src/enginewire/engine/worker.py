@@ -165,7 +165,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     send_stdout_to_stderr()
-    faulthandler.enable()
+    # This thread's frames only: walking those of threads that run meanwhile may crash, and hide the first cause.
+    faulthandler.enable(all_threads=False)
     return Worker(channel).run()
 
 
