@@ -97,6 +97,14 @@ class DeathNote(Struct, kw_only=True):
         tail = remote if explains_itself(stage, exc) else tail_of(exc)
         return cls(stage=stage, cause=describe(exc), traceback_tail=tail)
 
+    @classmethod
+    def decode(cls, payload: bytes) -> DeathNote | None:
+        """Read a note; ``None`` if it is none, or cut off: its writer was killed."""
+        try:
+            return msgspec.msgpack.decode(payload, type=cls)
+        except msgspec.DecodeError:
+            return None
+
     def send(self, lifeline: Channel) -> None:
         """Send the note. A client that is gone does not read it."""
         with contextlib.suppress(OSError):  # nobody is left to tell; stderr has it too
@@ -106,12 +114,7 @@ class DeathNote(Struct, kw_only=True):
 def receive_death_note(lifeline: Channel) -> DeathNote | None:
     """Wait for an engine's note; ``None`` when it ends without one (orderly, or killed)."""
     payload = lifeline.receive()
-    if payload is None:
-        return None
-    try:
-        return msgspec.msgpack.decode(payload, type=DeathNote)
-    except msgspec.DecodeError:
-        return None
+    return None if payload is None else DeathNote.decode(payload)
 
 
 class AlreadyDescribed(Exception):

@@ -26,8 +26,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from enginewire.engine.channel import LENGTH_BYTES
 from enginewire.engine.spec import DeathNote, EngineSpec
 from enginewire.errors import EngineDeath, EngineStartupError, describe_exit
@@ -132,7 +130,7 @@ class EngineProcess:
             status, how = None, "ended, and something else in this process took its exit status (waitpid, SIGCHLD)"
         else:
             how = describe_exit(self.popen.returncode)
-        note = self._note()
+        note = DeathNote.decode(self._words[LENGTH_BYTES:])
         if note is None:
             return EngineDeath(self.engine_index, how, status, tuple(self.log_tail))
         tail = tuple(self.log_tail)
@@ -167,13 +165,6 @@ class EngineProcess:
         self._words += data
         self.is_leaving = not data
         return bool(data)
-
-    def _note(self) -> DeathNote | None:
-        """Read what it said about its own end: one message, or nothing if it was killed."""
-        try:
-            return msgspec.msgpack.decode(self._words[LENGTH_BYTES:], type=DeathNote)
-        except msgspec.DecodeError:
-            return None
 
     def _log_line(self, line: bytes) -> None:
         text = line[:MAX_LOG_LINE_BYTES].decode("utf-8", "replace").rstrip()
