@@ -25,6 +25,8 @@ Start-up is a script, so that a test can break it anywhere::
 
 from __future__ import annotations
 
+import itertools
+import random
 import socket
 import threading
 import time
@@ -84,11 +86,23 @@ def mock_ready(**changes: Any) -> EngineCoreReadyResponse:
     return EngineCoreReadyResponse(**(fields | changes))
 
 
+_ports = itertools.count(random.randrange(10_000))
+
+
 def free_tcp_port() -> int:
-    """Return a port of 127.0.0.1 that was free a moment ago. For tests only: somebody else may take it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """Return a port of 127.0.0.1 that is free and that nobody else is likely to take before it is used.
+
+    It lies below the range from which the kernel gives out ports of its own (32768 and up on Linux): a port from in
+    there may belong to anybody's connection a moment later.
+    """
+    while True:
+        port = 20_000 + next(_ports) % 10_000
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
 
 
