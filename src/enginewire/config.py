@@ -41,12 +41,23 @@ class EngineConfig:
         max_frames: messages of more frames are dropped.
         zero_copy_threshold: arrays of at least this many bytes are sent in frames of their own, not copied.
         allow_pickle: pickle on the wire; whoever reaches a socket can then run code. Off.
-        data_parallel_size: number of engines.
-        data_parallel_size_local: how many of them this client starts; 0: they are started elsewhere and report to
+        data_parallel_size: number of engines in the deployment.
+        data_parallel_size_local: how many of them this node starts; 0: they are started elsewhere and report to
             ``tcp://data_parallel_address:data_parallel_rpc_port``.
-        data_parallel_address, data_parallel_rpc_port: where this client binds for engines that are started elsewhere.
+        data_parallel_address, data_parallel_rpc_port: where the frontend binds for engines that are started elsewhere,
+            and where those connect to.
         data_parallel_rank: external load balancing: the one rank this client manages.
+        data_parallel_start_rank: hybrid load balancing and headless nodes: the first rank of this node.
         data_parallel_external_lb: somebody else spreads the load, each engine has a frontend of its own.
+        data_parallel_hybrid_lb: somebody else spreads the load over nodes, each frontend over its node's engines.
+        data_parallel_lock_step: the engines step together (mixture-of-experts models over data parallel ranks), so a
+            coordinator keeps their waves.
+        load_balancer: how a client with several engines picks one, see :mod:`enginewire.client.balancer`.
+        wire_version: the vLLM version whose layout an engine speaks: ``0.25.1`` or ``0.32.0``; ``None``: what the
+            first request shows. Clients find out by themselves.
+        heartbeat_interval_s, heartbeat_timeout_s: tcp only: a host that is silent for so long is lost.
+        engine_return_timeout_s: how long a lost engine that was started elsewhere is awaited before it counts as dead;
+            ``None``: for ever.
         num_gpu_blocks, block_size, dtype, vocab_size, kv_cache_size_tokens, kv_cache_max_concurrency, capabilities:
             learned from the engine's ready response.
     """
@@ -75,9 +86,17 @@ class EngineConfig:
     data_parallel_size: int = 1
     data_parallel_size_local: int | None = None
     data_parallel_rank: int = 0
+    data_parallel_start_rank: int = 0
     data_parallel_external_lb: bool = False
+    data_parallel_hybrid_lb: bool = False
+    data_parallel_lock_step: bool = False
     data_parallel_address: str = "127.0.0.1"
     data_parallel_rpc_port: int = 29550
+    load_balancer: str = "inflight"
+    wire_version: str | None = None
+    heartbeat_interval_s: float = 1.0
+    heartbeat_timeout_s: float = 10.0
+    engine_return_timeout_s: float | None = None
 
     num_gpu_blocks: int | None = None
     block_size: int | None = None
@@ -113,14 +132,17 @@ class EngineConfig:
             self._at_least("max_model_len", 1)
         for name in ("max_num_seqs", "max_frame_bytes", "max_frames", "data_parallel_size"):
             self._at_least(name, 1)
-        for name in ("zero_copy_threshold", "data_parallel_rank"):
+        for name in ("zero_copy_threshold", "data_parallel_rank", "data_parallel_start_rank"):
             self._at_least(name, 0)
-        for name in ("ready_timeout_s", "hello_timeout_s"):
+        for name in ("ready_timeout_s", "hello_timeout_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
             self._seconds(name, above_zero=True)
-        for name in ("shutdown_timeout_s", "terminate_timeout_s"):
-            self._seconds(name, above_zero=False)
+        for name in ("shutdown_timeout_s", "terminate_timeout_s", "engine_return_timeout_s"):
+            if getattr(self, name) is not None or name != "engine_return_timeout_s":
+                self._seconds(name, above_zero=False)
         self._one_of("scheduling_policy", get_args(SchedulingPolicy))
         self._one_of("transport", get_args(Transport))
+        if self.data_parallel_external_lb and self.data_parallel_hybrid_lb:
+            raise ConfigError("data_parallel_external_lb and data_parallel_hybrid_lb exclude each other; choose one")
         if self.data_parallel_size_local is None:
             self.data_parallel_size_local = 1 if self.data_parallel_external_lb else self.data_parallel_size
         if not 0 <= self.data_parallel_size_local <= self.data_parallel_size:
@@ -128,8 +150,29 @@ class EngineConfig:
                 f"data_parallel_size_local must be between 0 and data_parallel_size ({self.data_parallel_size}), "
                 f"got {self.data_parallel_size_local}"
             )
+        last = max(self.data_parallel_rank, self.data_parallel_start_rank + max(self.data_parallel_size_local - 1, 0))
+        if last >= self.data_parallel_size:
+            raise ConfigError(
+                f"rank {last} is not below data_parallel_size ({self.data_parallel_size}); ranks count from 0, check "
+                "data_parallel_rank, data_parallel_start_rank and data_parallel_size_local"
+            )
         if not 0 <= self.data_parallel_rpc_port <= 65535:
             raise ConfigError(f"data_parallel_rpc_port must be a port number, got {self.data_parallel_rpc_port}")
+
+    @property
+    def managed_ranks(self) -> range:
+        """The ranks whose engines a client with these settings drives."""
+        if self.data_parallel_external_lb:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        if self.data_parallel_hybrid_lb:
+            count = self.data_parallel_size_local or self.data_parallel_size - self.data_parallel_start_rank
+            return range(self.data_parallel_start_rank, self.data_parallel_start_rank + count)
+        return range(self.data_parallel_size)
+
+    @property
+    def local_ranks(self) -> range:
+        """Those of them that this client starts; the first ones."""
+        return self.managed_ranks[: self.data_parallel_size_local]
 
     @property
     def starts_engines(self) -> bool:
