@@ -15,6 +15,8 @@ import pytest
 from serving import Served, serve, wait_until
 from test_disconnect import sent_request
 
+from enginewire.testing import free_tcp_port
+
 STEP = ["--executor-option", "step_time_s=0.01"]
 
 
@@ -87,11 +89,7 @@ def test_idle_server_leaves_quickly_with_open_connections() -> None:
 
 
 def test_starting_server_answers_that_it_starts() -> None:
-    import socket
-
-    with socket.socket() as probe:  # the port has to be known before the server says it
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_tcp_port()  # it has to be known before the server says it
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "enginewire", "serve", "echo", "--port", str(port)]
     command += ["--executor-option", "load_time_s=1.5"]
