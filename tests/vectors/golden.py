@@ -28,6 +28,8 @@ class Vector:
         frames: payload first, then auxiliary frames; what stands before the payload on the socket is in ``head``.
         value: the payload without a schema, see :func:`schemaless`.
         error: the reference refused to encode this.
+        group: which conversation it belongs to, e.g. ``engine rank 1``.
+        time: seconds since the recording began.
     """
 
     file: str
@@ -38,6 +40,8 @@ class Vector:
     frames: list[bytes]
     value: Any
     error: str | None
+    group: str = ""
+    time: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.file}-{self.version}/{self.name}"
@@ -75,6 +79,8 @@ def _vector(file: str, entry: dict[str, Any]) -> Vector:
         frames[first:],
         entry["value"],
         entry.get("error"),
+        entry.get("group") or "",
+        entry.get("t") or 0.0,
     )
 
 
