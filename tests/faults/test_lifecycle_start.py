@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -183,7 +184,7 @@ def test_a_constructor_that_fails_anywhere_leaves_nothing(
     """C-21: the leak check around every test is the proof."""
     match point:
         case "launch":
-            monkeypatch.setattr(manager.subprocess, "Popen", _fail)
+            monkeypatch.setattr(subprocess, "Popen", _fail)
         case "monitor thread":
             monkeypatch.setattr(threading.Thread, "start", _fail_to_start("enginewire-monitor"))
         case "receiver" if kind == "sync":

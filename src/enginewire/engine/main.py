@@ -2,11 +2,12 @@
 
 N is one end of a socket pair. The parent sends an :class:`~enginewire.engine.spec.EngineSpec` over it and keeps its
 end open; when that closes, by whatever means, the parent is gone, and this process ends with all its children (C-62).
-The other way goes at most one message: a :class:`~enginewire.engine.spec.DeathNote`.
+The other way goes ``READY`` and, if it dies, a :class:`~enginewire.engine.spec.DeathNote`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -22,7 +23,7 @@ from typing import Final, Literal
 from enginewire.engine.channel import Channel
 from enginewire.engine.proc import EngineCoreProc, StoppedWhileStarting
 from enginewire.engine.process_setup import configure_logging, send_stdout_to_stderr
-from enginewire.engine.spec import DeathNote, EngineSpec, describe, explains_itself
+from enginewire.engine.spec import READY, DeathNote, EngineSpec, describe, explains_itself
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ def run_engine(spec: EngineSpec, lifeline: Channel | None = None) -> int:
         engine.start()
         gc.freeze()  # what is there now stays; no use in looking through it again and again
         stage = "running"
+        if lifeline is not None:
+            with contextlib.suppress(OSError):  # nobody is left to tell, and the lifeline's watcher ends us
+                lifeline.send(READY)
         engine.run_busy_loop()
     except StoppedWhileStarting:
         logger.info("stopped while starting")

@@ -2,7 +2,7 @@
 
 Both travel on the *lifeline*: one end of a socket pair, whose descriptor is the process's only argument. The client
 first sends the spec. After that the lifeline stays open and silent: its end is how the engine learns that its client is
-gone. The engine writes at most one message on it, its note.
+gone. The engine writes at most two messages on it: ``READY``, and its note.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from msgspec import Struct, field
 from enginewire.config import EngineConfig
 from enginewire.engine.channel import Channel
 from enginewire.errors import ConfigError, DecodeError, EncodeError, EngineClientError, ModelError
+
+READY: Final = b""
+"""What an engine says on its lifeline once it serves; for launchers that take no part in the handshake."""
 
 TRACEBACK_LINES: Final = 20
 """Lines of traceback in a note: the frames next to the failure, without those of our own loop."""
@@ -113,7 +116,8 @@ class DeathNote(Struct, kw_only=True):
 
 def receive_death_note(lifeline: Channel) -> DeathNote | None:
     """Wait for an engine's note; ``None`` when it ends without one (orderly, or killed)."""
-    payload = lifeline.receive()
+    while (payload := lifeline.receive()) == READY:
+        pass
     return None if payload is None else DeathNote.decode(payload)
 
 

@@ -3,8 +3,8 @@
 An engine runs under a fresh interpreter (``python -m enginewire.engine.main``), in a process group of its own. Neither
 fork nor multiprocessing's spawn: the first copies locks and ZeroMQ threads, the second imports the caller's
 ``__main__`` again. One end of a socket pair, the *lifeline*, ties the two processes together: what the engine has to
-know goes over it first; its end of file tells either side that the other is gone, however it went; and an engine that
-dies of an error says why on it.
+know goes over it first; its end of file tells either side that the other is gone, however it went; and an engine says
+on it when it is ready, and why it dies of an error.
 """
 
 from __future__ import annotations
@@ -14,26 +14,18 @@ import logging
 import os
 import selectors
 import signal
-import site
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
-from enginewire.engine.channel import LENGTH_BYTES
-from enginewire.engine.spec import DeathNote, EngineSpec
-from enginewire.errors import EngineDeath, EngineStartupError, describe_exit
+from enginewire.engine.spec import EngineSpec
+from enginewire.errors import EngineDeath
+from enginewire.host.process import EngineProcess
 
 logger = logging.getLogger(__name__)
-
-LOG_TAIL_LINES: Final = 40
-MAX_LOG_LINE_BYTES: Final = 4096
 
 SENTINEL_POLL_S: Final = 0.5
 """How often exit statuses are looked at. The lifeline's end of file is faster; this is for an engine whose own child
@@ -42,139 +34,8 @@ holds the lifeline open."""
 LAST_WORDS_S: Final = 1.0
 """How long a death may wait for exit status and log before those who wait on the engine are told (C-27)."""
 
-
 KILLED_S: Final = 10.0
 """How long a killed process may take to disappear; the kernel may be writing its memory out."""
-
-
-class EngineProcess:
-    """One engine process: its pid, its lifeline, the tail of its log. Everything here is called by the manager.
-
-    Args:
-        spec: what it is told.
-        forward_log: pass its log on to our stderr.
-    """
-
-    def __init__(self, spec: EngineSpec, *, forward_log: bool) -> None:
-        self.engine_index = spec.engine_index
-        self.forward_log = forward_log
-        self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
-        self.death: EngineDeath | None = None
-        self.expected_death: tuple[float, str] | None = None
-        self.is_leaving = False
-        self.is_status_lost = False
-        self._partial_line = b""
-        self._words = b""
-        payload = spec.encode()
-        self.lifeline, theirs = socket.socketpair()
-        # A process that does not read its spec must not hold us up longer than one that does not speak.
-        self.lifeline.settimeout(spec.config.hello_timeout_s)
-        try:
-            self.popen = subprocess.Popen(
-                # -P: the current folder must not shadow modules; the engine takes over our sys.path.
-                [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=_environment(),
-            )
-        except BaseException as exc:
-            self.lifeline.close()
-            if isinstance(exc, OSError):
-                raise EngineStartupError(
-                    f"cannot start an engine process with {sys.executable!r}: {exc.strerror}",
-                    stage="launch",
-                    engine_index=spec.engine_index,
-                ) from exc
-            raise
-        finally:
-            theirs.close()
-        assert self.popen.stdout is not None
-        self.log = self.popen.stdout
-        os.set_blocking(self.log.fileno(), False)
-        with contextlib.suppress(OSError):  # dead or deaf: start-up will say so
-            self.lifeline.sendall(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
-        self.lifeline.setblocking(False)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not been reaped yet."""
-        return self.popen.returncode is None
-
-    def has_ended(self) -> bool:
-        """Whether it has ended, without reaping it: until then its id and its group's cannot be used again."""
-        try:
-            return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # somebody waits for all children of this process
-            self.is_status_lost = True
-            return True
-
-    def signal(self, number: int, *, group: bool = False) -> None:
-        """Send a signal to it, or to it and its children."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            (os.killpg if group else os.kill)(self.popen.pid, number)
-
-    def reap(self) -> EngineDeath:
-        """Kill what is left of its group, collect status and last words, and say why it ended."""
-        self.signal(signal.SIGKILL, group=True)
-        status: int | None = self.popen.wait()
-        while self.read_lifeline():
-            pass
-        self.read_log()
-        self.log.close()
-        self.lifeline.close()
-        if self.is_status_lost:  # what `wait` returns then is made up
-            status, how = None, "ended, and something else in this process took its exit status (waitpid, SIGCHLD)"
-        else:
-            how = describe_exit(self.popen.returncode)
-        note = DeathNote.decode(self._words[LENGTH_BYTES:])
-        if note is None:
-            return EngineDeath(self.engine_index, how, status, tuple(self.log_tail))
-        tail = tuple(self.log_tail)
-        if note.traceback_tail and note.traceback_tail[-1] not in tail:  # later lines have pushed it out
-            tail += tuple(note.traceback_tail)
-        return EngineDeath(self.engine_index, f"{note.cause} (its process {how})", status, tail)
-
-    def read_log(self) -> bool:
-        """Take in what it printed; ``False`` once there will be no more."""
-        while True:
-            try:
-                data = os.read(self.log.fileno(), 65536)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            *lines, rest = (self._partial_line + data).split(b"\n")
-            if not data or len(rest) > MAX_LOG_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            self._partial_line = rest
-            for line in lines:
-                self._log_line(line)
-            if not data:
-                return False
-
-    def read_lifeline(self) -> bool:
-        """Take in what it says on its lifeline; ``False`` once there is no more."""
-        try:
-            data = self.lifeline.recv(65536)
-        except OSError:
-            return False
-        self._words += data
-        self.is_leaving = not data
-        return bool(data)
-
-    def _log_line(self, line: bytes) -> None:
-        text = line[:MAX_LOG_LINE_BYTES].decode("utf-8", "replace").rstrip()
-        if not text:
-            return
-        self.log_tail.append(text)
-        if self.forward_log:
-            # Our own stderr may be closed, gone, or anything an application put there; deaths are to be noticed still.
-            with contextlib.suppress(Exception):
-                sys.stderr.write(f"{text}\n")
 
 
 class CoreEngineProcManager:
@@ -185,12 +46,19 @@ class CoreEngineProcManager:
     Args:
         specs: one per engine to start.
         forward_log: pass their logs on to our stderr.
+        on_ready: is told, by the watching thread, the index of each engine of ours that says it is ready.
 
     Raises:
         EngineStartupError: a process could not be started; none is left.
     """
 
-    def __init__(self, specs: Sequence[EngineSpec], *, forward_log: bool = True) -> None:
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        *,
+        forward_log: bool = True,
+        on_ready: Callable[[int], None] = lambda engine_index: None,
+    ) -> None:
         self.processes: list[EngineProcess] = []
         # Guards each process's `death` together with `_on_death`: a death is reported once, to whoever watches.
         # Reentrant: the garbage collector may call `shutdown` in the middle of anything.
@@ -199,13 +67,13 @@ class CoreEngineProcManager:
         self._is_watched = False
         self._is_given_up = False
         self._all_reaped = threading.Event()
-        self._someone_died = threading.Event()
+        self._someone_died = threading.Condition(self._lock)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="enginewire-monitor", daemon=True)
         try:
             for spec in specs:
-                self.processes.append(EngineProcess(spec, forward_log=forward_log))
+                self.processes.append(EngineProcess(spec, forward_log=forward_log, on_ready=on_ready))
             self._thread.start()
             _managers.add(self)
         except BaseException:
@@ -236,19 +104,35 @@ class CoreEngineProcManager:
         """Return the death of an engine that has ended, ``None`` while all live."""
         return next((process.death for process in self.processes if process.death is not None), None)
 
-    def wait_for_death(self, timeout: float) -> EngineDeath | None:
-        """Return the death of an engine that has ended or is just ending, ``None`` while all live."""
-        self._someone_died.wait(timeout)
-        return self.first_death()
+    def death_of(self, engine_index: int) -> EngineDeath | None:
+        """Return the death of one engine, ``None`` while it lives."""
+        return next((process.death for process in self.processes if process.engine_index == engine_index), None)
 
-    def expect_death(self, sign: str) -> None:
+    def wait_for_death(self, timeout: float, engine_index: int | None = None) -> EngineDeath | None:
+        """Return the death of an engine that has ended or is just ending, ``None`` while it lives.
+
+        Args:
+            timeout: how long to wait for it.
+            engine_index: which engine; ``None``: any.
+        """
+
+        def death() -> EngineDeath | None:
+            return self.first_death() if engine_index is None else self.death_of(engine_index)
+
+        with self._someone_died:
+            self._someone_died.wait_for(lambda: death() is not None, timeout)
+        return death()
+
+    def expect_death(self, sign: str, engine_index: int | None = None) -> None:
         """Have a death reported within a second, even if the process does not end.
 
         Args:
             sign: of the death, which is the cause if there is no better one: ``"it reported a fatal error"``.
+            engine_index: which engine; ``None``: all.
         """
         for process in self.processes:
-            process.expected_death = process.expected_death or (time.monotonic() + LAST_WORDS_S, sign)
+            if engine_index in (None, process.engine_index):
+                process.expected_death = process.expected_death or (time.monotonic() + LAST_WORDS_S, sign)
         self._wake()
 
     def log_tail(self, engine_index: int) -> tuple[str, ...]:
@@ -327,7 +211,7 @@ class CoreEngineProcManager:
         with self._lock:
             process.death = death
             on_death = self._on_death
-        self._someone_died.set()
+            self._someone_died.notify_all()
         if on_death is not None:
             on_death(death)
 
@@ -343,12 +227,3 @@ def _leave_lifelines_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_lifelines_to_parent)
-
-
-def _environment() -> dict[str, str]:
-    """Our environment, and a way to import this package where it is not installed but found through ``sys.path``."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in {*site.getsitepackages(), site.getusersitepackages()}:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return environment
