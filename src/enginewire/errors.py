@@ -3,7 +3,8 @@
 ::
 
     EngineClientError
-    ├── EngineDeadError            the engine is gone for good; ``.death`` says why
+    ├── EngineDeadError            the engine is gone for good, or all of several are; ``.death`` says why
+    ├── EngineUnavailableError     no engine takes requests now, and one may come back; ``.death`` says why
     ├── EngineStartupError         launch or handshake failed; ``.stage``, ``.engine_index``
     │   ├── EngineStartupTimeout   … because time ran out (also a ``TimeoutError``)
     │   ├── EngineStartupModelError   … because of the model (also a ``ModelError``)
@@ -12,6 +13,7 @@
     ├── RequestError               one request was refused or failed, the engine is fine
     │   ├── InvalidRequestError    … because of what it asked for (also a ``ValueError``)
     │   ├── DuplicateRequestIdError  … because its id is still in use (also a ``ValueError``)
+    │   ├── RequestLostError       … because the engine that ran it is gone
     │   └── EngineGenerateError    … because something broke while it ran
     ├── UtilityCallError           ``.method`` and the engine's message
     │   └── UtilityTimeoutError    … because no answer came in time (also a ``TimeoutError``)
@@ -30,6 +32,8 @@ from dataclasses import dataclass
 
 INVALID_REQUEST_PREFIX = "invalid_request: "
 INTERNAL_PREFIX = "internal: "
+ENGINE_LOST_PREFIX = "engine_lost: "
+"""Begins the ``stop_reason`` that clients give to an output of their own making: the engine is gone."""
 
 _NAME_OF_WORDS = re.compile(r"[a-z]+(?:_[a-z]+)+\b")
 
@@ -82,6 +86,18 @@ class EngineDeadError(EngineClientError):
     def __init__(self, death: EngineDeath) -> None:
         self.death = death
         super().__init__(_with_log(f"engine {death.engine_index} is dead: {death.cause}", death.log_tail))
+
+
+class EngineUnavailableError(EngineClientError):
+    """No engine, or not the one that was asked for, takes requests now; try again later.
+
+    Attributes:
+        death: of the engine that was lost; its return is awaited, or others go on.
+    """
+
+    def __init__(self, death: EngineDeath) -> None:
+        self.death = death
+        super().__init__(f"engine {death.engine_index} is not available: {death.cause}")
 
 
 class EngineStartupError(EngineClientError):
@@ -148,6 +164,10 @@ class DuplicateRequestIdError(RequestError, ValueError):
         )
 
 
+class RequestLostError(RequestError):
+    """The engine that ran the request died or was lost; sent again, it may run on another."""
+
+
 class EngineGenerateError(RequestError):
     """The request failed for a reason that is not its own."""
 
@@ -155,14 +175,16 @@ class EngineGenerateError(RequestError):
 def request_error_from_reason(request_id: str, reason: int | str | None) -> RequestError:
     """Turn the ``stop_reason`` of an ERROR output into the exception its caller gets.
 
-    ``invalid_request: …`` is the caller's fault, ``internal: …`` and everything else is not. vLLM engines give no
-    reason at all (``None``). A refusal that begins with a name of several words (``cache_salt is not supported``) is
-    about that parameter; one word may be just a word.
+    ``invalid_request: …`` is the caller's fault, ``internal: …`` and everything else is not; ``engine_lost: …`` comes
+    from the client, of an engine that is gone. vLLM engines give no reason at all (``None``). A refusal that begins
+    with a name of several words (``cache_salt is not supported``) is about that parameter; one word may be just a word.
     """
     if isinstance(reason, str) and reason.startswith(INVALID_REQUEST_PREFIX):
         text = reason.removeprefix(INVALID_REQUEST_PREFIX)
         name = _NAME_OF_WORDS.match(text)
         return InvalidRequestError(text, request_id=request_id, parameter=name and name[0])
+    if isinstance(reason, str) and reason.startswith(ENGINE_LOST_PREFIX):
+        return RequestLostError(reason.removeprefix(ENGINE_LOST_PREFIX), request_id=request_id)
     text = "the engine gave no reason; see its log" if reason is None else str(reason)
     return EngineGenerateError(text.removeprefix(INTERNAL_PREFIX), request_id=request_id)
 

@@ -8,16 +8,42 @@ are utility calls and are written here, once per face: ``name`` blocks, ``name_a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
 from enginewire.config import EngineConfig
 from enginewire.engine.executor import Executor
+from enginewire.errors import EngineDeath
+from enginewire.wire.handshake import EngineCoreReadyResponse
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
 
 ExecutorChoice = type[Executor] | str | None
 """An executor class, the name of one, or ``None``: what the configuration says."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What a client knows of one of its engines.
+
+    Attributes:
+        index: global rank.
+        state: ``starting``, ``ready``, ``lost`` (its return is awaited) or ``dead``.
+        death: why it is gone, or was the last time; ``None``: it never was.
+        num_in_flight: requests of this client that it has.
+        num_deaths: how often it died or was lost.
+        is_awaited: it is gone and may come back by itself.
+        ready: what it said of itself when it was ready; ``None``: nothing yet, or nothing at all.
+    """
+
+    index: int
+    state: str
+    death: EngineDeath | None = None
+    num_in_flight: int = 0
+    num_deaths: int = 0
+    is_awaited: bool = False
+    ready: EngineCoreReadyResponse | None = None
 
 
 class EngineCoreClient(ABC):
@@ -26,15 +52,19 @@ class EngineCoreClient(ABC):
     Attributes:
         config: a copy of the configuration, with what the engine reported filled in (``max_model_len``,
             ``num_gpu_blocks``, ``capabilities`` …).
+        on_engine_change: called when an engine becomes ready, is lost or dies, with its new status; on any thread, so
+            it should be quick. It lives as long as the client's engines are watched: until ``shutdown()``.
 
     Raises (any operation):
-        EngineDeadError: the engine is gone; says why.
+        EngineDeadError: the engine is gone, or all of several are; says why.
+        EngineUnavailableError: no engine takes requests now, and the return of one is awaited.
         ClientClosedError: the client was shut down.
         UtilityCallError: the engine failed a utility call (utilities only).
         NotImplementedError: this client does not offer the operation; says which does.
     """
 
     config: EngineConfig
+    on_engine_change: Callable[[EngineStatus], None] | None = None
 
     @staticmethod
     def make_client(
@@ -114,6 +144,10 @@ class EngineCoreClient(ABC):
         Args:
             timeout: seconds until the engine is killed; default: ``shutdown_timeout_s + terminate_timeout_s``.
         """
+
+    @abstractmethod
+    def engine_statuses(self) -> list[EngineStatus]:
+        """Return how its engines are, by rank. From any thread."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request; its outputs come out of :meth:`get_output`.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from enginewire.client.base import EngineCoreClient, ExecutorChoice
+from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
 from enginewire.client.resources import closed_error
 from enginewire.config import EngineConfig
 from enginewire.engine.core import EngineCore
@@ -80,6 +80,8 @@ class InprocClient(EngineCoreClient):
             self.engine_core.post_step()
         except Exception as exc:
             self._death = EngineDeath(0, describe(exc))
+            if self.on_engine_change is not None:
+                self.on_engine_change(*self.engine_statuses())
             raise self._death.exception() from exc
         return messages.get(0) or EngineCoreOutputs()
 
@@ -105,6 +107,11 @@ class InprocClient(EngineCoreClient):
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self._refuse_wait(mode)
         super().pause_scheduler(mode, clear_cache)
+
+    def engine_statuses(self) -> list[EngineStatus]:
+        state = "ready" if self._death is None else "dead"
+        num_deaths = int(self._death is not None)
+        return [EngineStatus(0, state, self._death, len(self.engine_core.get_request_ids()), num_deaths)]
 
     def _refuse_wait(self, mode: str) -> None:
         if mode == "wait":

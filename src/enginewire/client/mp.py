@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from enginewire.client.base import EngineCoreClient, ExecutorChoice
+from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
 from enginewire.client.inbox import Inbox
 from enginewire.client.resources import BackgroundResources, closed_error
 from enginewire.client.startup import EngineStartup, apply_ready_responses, wait_for_engines
@@ -194,6 +194,11 @@ class MPClient(EngineCoreClient):
     def engine_dead(self) -> bool:
         """Whether the engine is gone."""
         return self.inbox.death is not None
+
+    def engine_statuses(self) -> list[EngineStatus]:
+        death = self.inbox.death
+        state = "ready" if death is None else "dead"
+        return [EngineStatus(self.engine_index, state, death, len(self.inbox.live), int(death is not None))]
 
     def ensure_alive(self) -> None:
         """Raise if nothing can be asked of the engine.
