@@ -53,8 +53,8 @@ class EngineConfig:
         data_parallel_lock_step: the engines step together (mixture-of-experts models over data parallel ranks), so a
             coordinator keeps their waves.
         load_balancer: how a client with several engines picks one, see :mod:`enginewire.client.balancer`.
-        wire_version: the vLLM version whose layout an engine speaks: ``0.25.1`` or ``0.32.0``; ``None``: what the
-            first request shows. Clients find out by themselves.
+        wire_version: the vLLM version whose layout an engine speaks: ``0.25.1`` or ``0.32.0``; ``None``: what a
+            frontend's first request shows. Clients find out by themselves.
         heartbeat_interval_s, heartbeat_timeout_s: tcp only: a host that is silent for so long is lost.
         engine_return_timeout_s: how long a lost engine that was started elsewhere is awaited before it counts as dead;
             ``None``: for ever.
@@ -141,6 +141,8 @@ class EngineConfig:
                 self._seconds(name, above_zero=False)
         self._one_of("scheduling_policy", get_args(SchedulingPolicy))
         self._one_of("transport", get_args(Transport))
+        if self.wire_version is not None:
+            self._known_version(self.wire_version)
         if self.data_parallel_external_lb and self.data_parallel_hybrid_lb:
             raise ConfigError("data_parallel_external_lb and data_parallel_hybrid_lb exclude each other; choose one")
         if self.data_parallel_size_local is None:
@@ -182,6 +184,13 @@ class EngineConfig:
     def copy(self) -> EngineConfig:
         """Return a copy, so that what one client learns from its engine does not reach another's settings."""
         return dataclasses.replace(self, executor_options=dict(self.executor_options))
+
+    def _known_version(self, version: object) -> None:
+        from enginewire.wire.profile import PROFILES, profile_named  # both layouts' tables, which few need so early
+
+        if not isinstance(version, str) or profile_named(version) is None:
+            known = " or ".join(profile.vllm_version for profile in PROFILES)
+            raise ConfigError(f"wire_version must be a version of vLLM whose layout is known, {known}; got {version!r}")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

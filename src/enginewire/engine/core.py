@@ -18,6 +18,7 @@ from enginewire.engine.step import StepInput, StepOutput, run_step
 from enginewire.engine.validate import check_request
 from enginewire.errors import ConfigError
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest, LoRARequest
+from enginewire.wire.v0_32 import DEFAULT_WEIGHT_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,26 @@ class EngineCore:
     def reset_encoder_cache(self) -> None:
         """Forget cached encoder outputs. There are none."""
 
+    def get_weight_version(self) -> str:
+        """Name the weights."""
+        return DEFAULT_WEIGHT_VERSION
+
+    # Utilities of vLLM 0.32 that an engine whose weights stay what they are has no answer to.
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Weights are what they were loaded as."""
+        raise NotImplementedError(
+            f"this engine's weights cannot be replaced, so their version stays {DEFAULT_WEIGHT_VERSION!r}"
+        )
+
+    def release_kv_cache_memory(self) -> None:
+        """Not without the weights."""
+        raise NotImplementedError("this engine does not offer release_kv_cache_memory; sleep releases all it has")
+
+    def compute_weight_checksums(self) -> list[dict[str, str]]:
+        """Weights are not looked into."""
+        raise NotImplementedError("this engine does not offer compute_weight_checksums")
+
     # Utilities that pause, sleep and wake (protocol section H).
 
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
@@ -206,11 +227,14 @@ class EngineCore:
             raise NotImplementedError(f"this engine does not offer sleep level {level}; it offers {offers}")
         return self._pause(mode, (lambda: self._fall_asleep(level)) if level else lambda: None)
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> bool:
         """Take memory back and, once all of it is there, go on.
 
         Args:
             tags: ``weights``, ``kv_cache``: only these; ``scheduling``: only go on; ``None``: everything.
+
+        Returns:
+            whether it is fully awake. Frontends of 0.25 expect nothing and do not look.
 
         Raises:
             ValueError: an unknown tag.
@@ -223,6 +247,7 @@ class EngineCore:
             self._is_asleep = self.executor.is_sleeping
         if not self._is_asleep:
             self.resume_scheduler()
+        return not self._is_asleep
 
     def fail_pauses(self, why: str) -> None:
         """Tell those who wait for a pause that it will not come."""
@@ -271,8 +296,20 @@ class EngineCore:
             self.scheduler.note_cache_reset()
         return done
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
-        """Start or stop a profiler."""
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Start or stop a profiler.
+
+        Raises:
+            NotImplementedError: a profile of some steps only, which vLLM 0.32's frontends can ask for.
+        """
+        if delay_iterations or max_iterations:
+            raise NotImplementedError("this engine profiles from call to call; leave out delay and max_iterations")
         self.executor.profile(is_start, profile_prefix)
 
     def execute_dummy_batch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Final
 
 import msgspec
@@ -12,6 +13,7 @@ from enginewire._version import __version__
 from enginewire.engine.core import EngineCore
 from enginewire.errors import DecodeError, EngineStartupError
 from enginewire.transport.sockets import connect_dealer
+from enginewire.wire import v0_32
 from enginewire.wire.capabilities import EngineInfo
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import engine_identity
@@ -21,7 +23,7 @@ from enginewire.wire.handshake import (
     EngineZmqAddresses,
     HandshakeMessage,
 )
-from enginewire.wire.profile import WireProfile
+from enginewire.wire.profile import V0_25, V0_32, WireProfile
 
 INIT_TIMEOUT_S: Final = 300.0
 """How long a frontend may take to answer HELLO. The reference's engines wait as long."""
@@ -95,11 +97,18 @@ class Handshake:
         return EngineStartupError(message, stage="hello", engine_index=self._engine_index)
 
 
-def ready_response(core: EngineCore, executor_name: str, addresses: EngineZmqAddresses, profile: WireProfile) -> bytes:
-    """Make the message that tells a frontend what the engine turned out to be."""
+def ready_response(
+    core: EngineCore, executor_name: str, engine_index: int, addresses: EngineZmqAddresses, told: WireProfile | None
+) -> bytes:
+    """Make the message that tells a frontend what the engine turned out to be.
+
+    Without a ``told`` layout it has every key of both versions: frontends of 0.25 ignore what they do not know.
+    """
     capacity = core.capacity
+    capabilities = core.capabilities
     tokens = capacity.num_gpu_blocks * capacity.block_size
-    response: EngineCoreReadyResponse = profile.ready(
+    profile = told or V0_32
+    common = EngineCoreReadyResponse(
         max_model_len=core.max_model_len,
         num_gpu_blocks=capacity.num_gpu_blocks,
         block_size=capacity.block_size,
@@ -112,7 +121,23 @@ def ready_response(core: EngineCore, executor_name: str, addresses: EngineZmqAdd
             version=__version__,
             executor=executor_name,
             vocab_size=capacity.vocab_size,
-            capabilities=core.capabilities,
+            wire_version=None if told is None else told.vllm_version,
+            capabilities=capabilities,
         ),
+    )
+    if profile is V0_25:
+        return msgspec.msgpack.encode(common)
+    response = v0_32.EngineCoreReadyResponse(
+        **msgspec.structs.asdict(common),
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        data_parallel_rank=engine_index,
+        max_num_seqs=core.config.max_num_seqs,
+        max_num_batched_tokens=max(core.config.max_num_seqs, core.max_model_len),
+        instance_id=uuid.uuid4().hex,
+        supports_lora=capabilities.lora,
+        max_loras=int(capabilities.lora),
+        enable_sleep_mode=bool(capabilities.sleep_levels),
     )
     return msgspec.msgpack.encode(response)

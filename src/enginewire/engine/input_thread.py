@@ -14,11 +14,13 @@ from typing import Any, Final, Protocol
 import zmq
 
 from enginewire.config import EngineConfig
+from enginewire.engine.frontends import Frontend
 from enginewire.errors import DecodeError, InvalidRequestError
 from enginewire.transport.sockets import connect_dealer, inproc_pair
 from enginewire.wire.codec import MsgpackDecoder, RequestDecoder, UtilityCallDecoder
 from enginewire.wire.frames import ABORT, ADD, REQUEST_TYPES, UTILITY, engine_identity
 from enginewire.wire.messages import EngineCoreRequest, UtilityCall, UtilityOutput, utility_output
+from enginewire.wire.profile import PROFILES, V0_25
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class InputThread(threading.Thread):
 
     Args:
         addresses: of the frontends' ROUTERs; position is the client index.
+        frontends: whose they are, in the same order.
         ready: the ready response.
     """
 
@@ -60,6 +63,7 @@ class InputThread(threading.Thread):
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         addresses: Sequence[str],
+        frontends: Sequence[Frontend],
         engine_index: int,
         ready: bytes,
         config: EngineConfig,
@@ -68,12 +72,13 @@ class InputThread(threading.Thread):
         super().__init__(name="engine-input", daemon=True)
         self._context = context
         self._addresses = list(addresses)
+        self._frontends = frontends
         self._identity = engine_identity(engine_index)
         self._ready = ready
         self._max_frame_bytes = config.max_frame_bytes
         self._max_frames = config.max_frames
         self._receiver = receiver
-        self._requests = RequestDecoder()
+        self._requests = {profile: RequestDecoder(profile.request) for profile in PROFILES}
         self._calls = UtilityCallDecoder(allow_pickle=config.allow_pickle)
         self._aborts = MsgpackDecoder[Any](list[str] | str)  # type: ignore[arg-type]  # a union is a form, not a type
         self.connected = threading.Event()
@@ -145,7 +150,8 @@ class InputThread(threading.Thread):
 
     def _add(self, body: Sequence[bytes], client_index: int) -> None:
         try:
-            request = self._requests.decode(body)
+            profile = self._frontends[client_index].layout_of_request(body[0])
+            request = profile.request_from(self._requests[profile].decode(body))
         except DecodeError as exc:
             self._refuse(body, client_index, exc)
             return
@@ -157,7 +163,7 @@ class InputThread(threading.Thread):
         self._receiver.receive_request(request)
 
     def _refuse(self, body: Sequence[bytes], client_index: int, exc: DecodeError) -> None:
-        sender = self._requests.sender(body)
+        sender = self._requests[V0_25].sender(body)  # what it looks at is alike in every version
         if sender is None:
             logger.warning("client_index=%d sent an ADD that cannot be read; dropped: %s", client_index, exc)
             return

@@ -11,6 +11,7 @@ from typing import Final
 import zmq
 
 from enginewire.config import EngineConfig
+from enginewire.engine.frontends import Frontend
 from enginewire.engine.input_thread import Receiver
 from enginewire.engine.step import error_output
 from enginewire.engine.utilities import failure_text
@@ -19,6 +20,7 @@ from enginewire.transport.sockets import connect_push
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ENGINE_CORE_DEAD, Buffer
 from enginewire.wire.messages import EngineCoreOutputs, UtilityOutput
+from enginewire.wire.profile import WireProfile
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +36,21 @@ class OutputThread(threading.Thread):
 
     Args:
         addresses: of the frontends' PULLs; position is the client index.
+        frontends: whose they are, in the same order.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         addresses: Sequence[str],
+        frontends: Sequence[Frontend],
         engine_index: int,
         config: EngineConfig,
     ) -> None:
         super().__init__(name="engine-output", daemon=True)
         self._context = context
         self._addresses = list(addresses)
+        self._frontends = frontends
         self._engine_index = engine_index
         self._encoder = MsgpackEncoder(zero_copy_threshold=config.zero_copy_threshold, allow_pickle=config.allow_pickle)
         self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = queue.SimpleQueue()
@@ -81,7 +86,7 @@ class OutputThread(threading.Thread):
                         socket.send(item)
                     break
                 client_index, message, method = item
-                frames = self._encode(message, method)
+                frames = self._encode(message, method, self._frontends[client_index].layout)
                 sockets[client_index].send_multipart(frames, copy=len(frames) == 1)
         except BaseException as exc:  # noqa: BLE001 - an engine without a voice must not look alive
             if self._receiver is not None:
@@ -90,14 +95,15 @@ class OutputThread(threading.Thread):
             for socket in sockets:
                 socket.close(LINGER_MS)
 
-    def _encode(self, message: EngineCoreOutputs, method: str) -> list[Buffer]:
+    def _encode(self, message: EngineCoreOutputs, method: str, layout: WireProfile) -> list[Buffer]:
         message.engine_index = self._engine_index
         try:
-            return self._encoder.encode(message)
+            return self._encoder.encode(layout.outputs_of(message))
         except EncodeError as exc:
-            return self._encode_rest(message, method, exc)
+            self._replace_broken(message, method, exc)
+            return self._encoder.encode(layout.outputs_of(message))
 
-    def _encode_rest(self, message: EngineCoreOutputs, method: str, why: EncodeError) -> list[Buffer]:
+    def _replace_broken(self, message: EngineCoreOutputs, method: str, why: EncodeError) -> None:
         """Replace what has no form on the wire by a failure, for those alone whom it concerns (defect 6)."""
         if (answer := message.utility_output) is not None:
             logger.error("utility method=%s call_id=%d: its result cannot be sent: %s", method, answer.call_id, why)
@@ -111,4 +117,3 @@ class OutputThread(threading.Thread):
                 message.outputs[position] = error_output(output.request_id, exc)
         if broken and self._receiver is not None:  # their clients have their ERROR; nobody waits for more
             self._receiver.receive_abort(broken)
-        return self._encoder.encode(message)

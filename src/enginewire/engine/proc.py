@@ -17,13 +17,14 @@ from enginewire.config import EngineConfig
 from enginewire.engine.busy_loop import BusyLoop, EventKind, Events
 from enginewire.engine.core import EngineCore
 from enginewire.engine.executor import Executor
+from enginewire.engine.frontends import Frontend
 from enginewire.engine.handshake import Handshake, ready_response
 from enginewire.engine.input_thread import InputThread
 from enginewire.engine.output_thread import OutputThread
 from enginewire.engine.registry import load_executor_class
 from enginewire.engine.spec import EngineSpec, describe
 from enginewire.engine.step import StepOutput
-from enginewire.wire.profile import V0_25, WireProfile
+from enginewire.wire.profile import profile_named
 
 if TYPE_CHECKING:
     from enginewire.engine.worker_process import ExecutorProcess
@@ -50,12 +51,10 @@ class EngineCoreProc:
         self,
         spec: EngineSpec,
         on_death: Callable[[BaseException], None] = lambda exc: None,
-        profile: WireProfile = V0_25,
     ) -> None:
         self.spec = spec
         self.core: EngineCore | None = None
         self._on_death = on_death
-        self._profile = profile
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events: Events = queue.SimpleQueue()
         self._child: ExecutorProcess | None = None
@@ -85,10 +84,13 @@ class EngineCoreProc:
         make_executor = self._start_child if executor_class.holds_gil else executor_class
         self.core = core = EngineCore(spec.config, make_executor, spec.log_stats)
         logger.info("loaded in %.2f s, max_model_len=%d", time.monotonic() - began, core.max_model_len)
-        self._output = output = OutputThread(self._context, addresses.outputs, spec.engine_index, spec.config)
+        told = None if spec.config.wire_version is None else profile_named(spec.config.wire_version)
+        frontends = [Frontend(told) for _ in addresses.inputs]
+        index = spec.engine_index
+        self._output = output = OutputThread(self._context, addresses.outputs, frontends, index, spec.config)
         loop = BusyLoop(core, self._events, output.put, self._child)
-        ready = ready_response(core, executor_class.__qualname__, addresses, self._profile)
-        self._input = InputThread(self._context, addresses.inputs, spec.engine_index, ready, spec.config, loop)
+        ready = ready_response(core, executor_class.__qualname__, index, addresses, told)
+        self._input = InputThread(self._context, addresses.inputs, frontends, index, ready, spec.config, loop)
         output.start_for(loop)
         self._input.start()
         self._input.connected.wait(CONNECT_TIMEOUT_S)

@@ -14,6 +14,8 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from enginewire.engine.spec import describe_failure
+from enginewire.wire.messages import LoRARequest
+from enginewire.wire.profile import adapter_from_wire
 
 SHUTTING_DOWN: Final = "Server shutting down"
 
@@ -48,6 +50,10 @@ UTILITIES: Final = {
     "list_loras": Answered.BETWEEN_STEPS,
     "save_sharded_state": Answered.BETWEEN_STEPS,
     "collective_rpc": Answered.BETWEEN_STEPS,
+    "get_weight_version": Answered.AT_ONCE,
+    "set_weight_version": Answered.AT_ONCE,
+    "release_kv_cache_memory": Answered.AT_ONCE,
+    "compute_weight_checksums": Answered.AT_ONCE,
 }
 """Every method of :class:`~enginewire.engine.core.EngineCore` that a frontend may call."""
 
@@ -92,7 +98,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if hint is None or hint is Any:
         return value
     try:
-        return msgspec.convert(value, hint)
+        return adapter_from_wire(value) if hint is LoRARequest else msgspec.convert(value, hint)
     except msgspec.ValidationError as exc:
         raise ValueError(f"argument {name}: {exc}") from exc
 

@@ -38,9 +38,26 @@ def check_request(
         raise InvalidRequestError("multimodal input is not supported by this engine")
     if request.prompt_embeds is not None:
         raise InvalidRequestError("prompt embeddings are not supported by this engine", parameter="prompt_embeds")
+    _check_newer(request)
     if request.lora_request is not None and not capabilities.lora:
         raise InvalidRequestError("LoRA adapters are not supported by this engine", parameter="lora_request")
     check_prompt(request.prompt_token_ids, max_model_len=max_model_len, vocab_size=vocab_size)
+
+
+def _check_newer(request: EngineCoreRequest) -> None:
+    """Refuse what only vLLM 0.32's requests can ask for. What only advises (``session_id``) or is only about how often
+    something is sent (``stream_interval``) is no reason to refuse; nor are values that ask for nothing.
+    """
+    params = request.sampling_params
+    for name, value in (
+        ("watermarking", getattr(params, "watermarking", None)),
+        ("prompt_logprob_token_ids", getattr(params, "prompt_logprob_token_ids", None)),
+        ("prompt_logprob_start", getattr(params, "prompt_logprob_start", None)),
+        ("trace_decode_token_ids", getattr(params, "trace_decode_token_ids", None)),
+        ("kv_hints", getattr(request, "kv_hints", None)),
+    ):
+        if isinstance(value, list) or value:  # an array is a list as it came
+            raise InvalidRequestError(f"{name} is not supported by this engine", parameter=name)
 
 
 def check_prompt(token_ids: list[int] | None, *, max_model_len: int, vocab_size: int | None) -> None:

@@ -45,6 +45,7 @@ from enginewire.wire.handshake import (
     HandshakeMessage,
 )
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from enginewire.wire.profile import V0_25, WireProfile, decode_ready
 from enginewire.wire.sampling import SamplingParams
 from enginewire.wire.utility import utility_result
 
@@ -107,15 +108,25 @@ class LaunchedEngine:
 
 
 class MockFrontend:
-    """One or several frontends (``num_clients``) of one engine."""
+    """One or several frontends (``num_clients``) of one engine.
 
-    def __init__(self, num_clients: int = 1, *, engine_index: int = 0) -> None:
+    Args:
+        profiles: the layouts they speak, per client; the last one is also that of all further clients.
+    """
+
+    def __init__(
+        self, num_clients: int = 1, *, engine_index: int = 0, profiles: Sequence[WireProfile] = (V0_25,)
+    ) -> None:
         self.folder = tempfile.mkdtemp(prefix="ew-mock-")
         self.engine: LaunchedEngine | None = None
         self.ready: list[EngineCoreReadyResponse] = []
         """The ready response, per client."""
+        self.ready_maps: list[dict[str, Any]] = []
+        """The same as they came, every key."""
         self.messages: list[list[EngineCoreOutputs]] = [[] for _ in range(num_clients)]
         """Everything received, per client."""
+        self.payloads: list[list[bytes]] = [[] for _ in range(num_clients)]
+        """The payload frames of these messages, as they came."""
         self._by_request: list[dict[str, list[EngineCoreOutput]]] = [{} for _ in range(num_clients)]
         self.is_marked_dead = [False] * num_clients
         """Whether the death marker came, per client."""
@@ -123,7 +134,8 @@ class MockFrontend:
         self._identity = engine_identity(engine_index)
         self._context = make_context()
         self._encoder = MsgpackEncoder()
-        self._decoder = OutputsDecoder()
+        self._profiles = [profiles[min(client, len(profiles) - 1)] for client in range(num_clients)]
+        self._decoders = [OutputsDecoder(profile.received_outputs) for profile in self._profiles]
         self._call_ids = itertools.count(1)
         self._handshake, self.handshake_address = bind_router(
             self._context, f"ipc://{self.folder}/handshake", MAX_FRAME_BYTES
@@ -183,7 +195,8 @@ class MockFrontend:
         """Wait for the ready response on every input socket."""
         for router in self._inputs:
             frames = self._receive(router, timeout_s, "a ready response")
-            self.ready.append(msgspec.msgpack.decode(frames[1], type=EngineCoreReadyResponse))
+            self.ready.append(decode_ready(frames[1:])[1])
+            self.ready_maps.append(msgspec.msgpack.decode(frames[1]))
 
     def shake_hands(self, timeout_s: float = TIMEOUT_S) -> None:
         """Do the whole start-up."""
@@ -218,8 +231,10 @@ class MockFrontend:
         self.add_request(request, client_index=client_index)
 
     def add_request(self, request: EngineCoreRequest, *, client_index: int = 0) -> None:
-        """Send an ADD as it is."""
-        self.send(ADD, *self._encoder.encode(request), client_index=client_index)
+        """Send an ADD as it is, but in the frontend's layout."""
+        self.send(
+            ADD, *self._encoder.encode(self._profiles[client_index].request_of(request)), client_index=client_index
+        )
 
     def abort(self, *request_ids: str, client_index: int = 0) -> None:
         """Send an ABORT."""
@@ -251,8 +266,9 @@ class MockFrontend:
 
     def forget(self) -> None:
         """Start over: nothing has been received."""
-        for messages in self.messages:
+        for messages, payloads in zip(self.messages, self.payloads, strict=True):
             messages.clear()
+            payloads.clear()
         for outputs in self._by_request:
             outputs.clear()
 
@@ -277,8 +293,9 @@ class MockFrontend:
         if is_death_marker(frames):
             self.is_marked_dead[client_index] = True
         else:
-            message = self._decoder.decode(frames)
+            message = self._decoders[client_index].decode(frames)
             self.messages[client_index].append(message)
+            self.payloads[client_index].append(frames[0])
             for output in message.outputs:
                 self._by_request[client_index].setdefault(output.request_id, []).append(output)
 

@@ -77,11 +77,13 @@ class EngineInfo(Struct, kw_only=True):
         version: of enginewire on the engine's side.
         executor: its class, for logs and pages.
         vocab_size: token ids are ``0 … vocab_size - 1``; ``None``: unknown.
+        wire_version: the version of vLLM whose layout it speaks; ``None``: that of each frontend's first request.
     """
 
     version: str
     executor: str = ""
     vocab_size: int | None = None
+    wire_version: str | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
 
 

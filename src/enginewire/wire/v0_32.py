@@ -39,6 +39,9 @@ else:
 INSERTED: Final = 9
 """Where an output got an element in the middle: ``ec_transfer_params``."""
 
+DEFAULT_WEIGHT_VERSION: Final = "default"
+"""Of weights that nobody has replaced; in every message that a step made."""
+
 
 class SamplingParams(sampling.SamplingParams, kw_only=True, omit_defaults=True):
     """How one request is sampled, and when it ends: with what 0.32 can be asked for besides.
@@ -297,6 +300,12 @@ def lora_of(adapter: messages.LoRARequest | LoRARequest) -> LoRARequest:
     return LoRARequest(*(getattr(adapter, name) for name in LoRARequest.__struct_fields__))
 
 
+def lora_from(adapter: LoRARequest) -> messages.LoRARequest:
+    """Bring an adapter from this layout into 0.25's, which the package works with."""
+    name, number, path, base, load_inplace, is_3d = astuple(adapter)
+    return messages.LoRARequest(name, number, path, base, None, load_inplace, is_3d)
+
+
 def request_of(request: messages.EngineCoreRequest) -> EngineCoreRequest:
     """Bring a request into this layout; one that has it is returned as it is. Raises :class:`EncodeError`."""
     if isinstance(request, EngineCoreRequest):
@@ -307,6 +316,14 @@ def request_of(request: messages.EngineCoreRequest) -> EngineCoreRequest:
     return copy
 
 
+def request_from(request: messages.EngineCoreRequest) -> messages.EngineCoreRequest:
+    """Make a decoded request one that the package works with; its adapter is replaced in place."""
+    adapter: Any = request.lora_request  # as decoded; type checkers know it by 0.25's table
+    if isinstance(adapter, LoRARequest):
+        request.lora_request = lora_from(adapter)
+    return request
+
+
 def outputs_of(message: messages.EngineCoreOutputs) -> EngineCoreOutputs:
     """Bring a message into this layout; one that has it is returned as it is."""
     if isinstance(message, EngineCoreOutputs):
@@ -314,4 +331,6 @@ def outputs_of(message: messages.EngineCoreOutputs) -> EngineCoreOutputs:
     copy = EngineCoreOutputs(*astuple(message))
     new: Any = EngineCoreOutput  # type checkers know it by 0.25's order
     copy.outputs = [new(*_HEAD(output), None, *_TAIL(output)) for output in message.outputs]
+    if copy.scheduler_stats is not None or any(output.new_token_ids for output in copy.outputs):
+        copy.weight_version = DEFAULT_WEIGHT_VERSION  # what no step made has none
     return copy

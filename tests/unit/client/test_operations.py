@@ -30,8 +30,9 @@ WITHOUT_TWIN = {"dp_engines_running", "engine_statuses", "scale_elastic_ep", "sh
 PRIMITIVES = {"add_request", "abort_requests", "get_output", "call_utility"}
 """Those that a face implements; all others are utility calls."""
 
-LOOSER = {"get_supported_tasks": (tuple[str, ...], list[str])}
-"""Where the client gives another type than the core: a tuple cannot be changed by mistake."""
+LOOSER = {"get_supported_tasks": (tuple[str, ...], list[str]), "wake_up": (type(None), bool)}
+"""Where the client gives another type than the core: a tuple cannot be changed by mistake; who wakes an engine up can
+ask ``is_sleeping``."""
 
 
 def public(owner: type) -> dict[str, Any]:
@@ -77,7 +78,8 @@ def test_the_core_offers_what_the_client_calls(name: str) -> None:
     assert name in UTILITIES
     ours, gives = shape(getattr(EngineCoreClient, name))
     theirs, returns = shape(getattr(EngineCore, name))
-    assert ours == theirs
+    assert ours == theirs[: len(ours)]
+    assert len(ours) == len(theirs) or name == "profile"  # vLLM 0.32's frontends send more
     if name in LOOSER:
         assert (gives, returns) == LOOSER[name]
     else:  # a deferred result is a future of nothing

@@ -357,12 +357,16 @@ def test_utilities_that_read() -> None:
     assert invoke_utility(core, "reset_encoder_cache", []) is None
     assert core.reset_prefix_cache() is True
     assert {name for name, when in UTILITIES.items() if when is Answered.AT_ONCE} == {
+        "compute_weight_checksums",
         "get_supported_tasks",
         "get_kv_cache_group_metadata",
+        "get_weight_version",
         "is_scheduler_paused",
         "is_sleeping",
+        "release_kv_cache_memory",
         "reset_encoder_cache",
         "reset_mm_cache",
+        "set_weight_version",
     }
 
 

@@ -11,12 +11,15 @@ import pytest
 from enginewire.errors import DecodeError
 from enginewire.wire import v0_32
 from enginewire.wire.handshake import EngineCoreReadyResponse
+from enginewire.wire.messages import LoRARequest
 from enginewire.wire.profile import (
     PROFILES,
     V0_25,
     V0_32,
     WireProfile,
+    adapter_from_wire,
     decode_ready,
+    profile_named,
     profile_of_ready,
     profile_of_request,
 )
@@ -133,3 +136,61 @@ def test_a_longer_request_is_taken_for_the_newest_with_a_warning(caplog: pytest.
 def test_what_is_no_request_has_no_version(payload: bytes) -> None:
     with pytest.raises(DecodeError, match="not an EngineCoreRequest of a known version"):
         profile_of_request(payload)
+
+
+OURS = {"version": "1.0", "executor": "E", "capabilities": {}}
+
+
+@pytest.mark.parametrize(
+    ("wire_version", "profile"), [(None, V0_25), ("0.25.1", V0_25), ("0.32.0", V0_32), ("0.32.7", V0_32)]
+)
+@pytest.mark.parametrize("keys", [OLD, NEW], ids=["old keys", "all keys"])
+def test_an_engine_of_ours_says_which_layout_it_speaks_whatever_its_other_keys(
+    keys: dict[str, Any], wire_version: str | None, profile: WireProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With none, it follows its frontend; then 0.25's is spoken."""
+    response = keys | {"enginewire": OURS | {"wire_version": wire_version}, "vllm_version": "7"}
+    assert profile_of_ready(response) is profile
+    if profile is V0_25 or keys is NEW:
+        found, decoded = decode_ready([msgspec.msgpack.encode(response)])
+        assert found is profile
+        assert type(decoded) is profile.ready
+        assert profile_of_ready(decoded) is profile
+    assert not caplog.records
+
+
+def test_an_engine_of_ours_that_does_not_say_follows() -> None:
+    assert profile_of_ready(OLD | {"enginewire": OURS}) is V0_25
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        (OURS | {"wire_version": "0.40.1"}, "speaks the layout of vLLM '0.40.1', which is not known here"),
+        (OURS | {"wire_version": "x" * 999}, "wire_version: 0.25.1 or 0.32.0"),
+        (7, "the ready response's enginewire: Expected `object`, got `int`"),
+    ],
+)
+def test_what_an_engine_of_ours_speaks_and_nobody_here_knows_is_refused(info: object, text: str) -> None:
+    with pytest.raises(DecodeError) as caught:
+        profile_of_ready(NEW | {"enginewire": info})
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "profile"),
+    [("0.25.1", V0_25), ("0.25", V0_25), ("0.32.0", V0_32), ("0.32.9+cpu", V0_32), ("0.26", None), ("new", None)],
+)
+def test_a_version_is_found_by_its_release(version: str, profile: WireProfile | None) -> None:
+    assert profile_named(version) is profile
+
+
+def test_an_adapter_is_read_in_either_layout() -> None:
+    """Protocol M.2."""
+    mine = LoRARequest("n", 1, "/p", "base", None, True, False)
+    for profile in PROFILES:
+        assert adapter_from_wire(msgspec.to_builtins(profile.lora_of(mine))) == mine
+    assert adapter_from_wire(["n", 1, "/p"]) == LoRARequest("n", 1, "/p")
+    for value in (None, [], ["n", 1, ""], ["n", 1, "/p", None, 3], {}):
+        with pytest.raises(ValueError, match=r"Expected|lora_path"):
+            adapter_from_wire(value)
