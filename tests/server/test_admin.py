@@ -19,7 +19,7 @@ def test_pause_makes_not_ready_but_stays_healthy(http: httpx.Client) -> None:
     assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "ok"}
     assert http.get("/is_paused").json() == {"is_paused": True}
     ready = http.get("/ready")
-    assert (ready.status_code, ready.json()["error"]["message"]) == (503, "paused")
+    assert (ready.status_code, ready.json()["error"]["message"]) == (503, "engine 0 is paused")
     assert "retry-after" in ready.headers
     assert http.get("/health").status_code == 200
     assert http.get("/state").json()["engines"][0]["health"] == "paused"
@@ -31,7 +31,7 @@ def test_pause_makes_not_ready_but_stays_healthy(http: httpx.Client) -> None:
 def test_sleep_and_wake_up(http: httpx.Client) -> None:
     assert http.post("/sleep", params={"level": 1}).status_code == 200
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
-    assert http.get("/ready").json()["error"]["message"] == "asleep"
+    assert http.get("/ready").json()["error"]["message"] == "engine 0 is asleep"
     assert http.post("/wake_up", params={"tags": ["weights", "kv_cache"]}).status_code == 200
     assert http.get("/ready").status_code == 200
 

@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from enginewire import AsyncLLM, SamplingParams
 from enginewire.config import EngineConfig
-from enginewire.errors import EngineDeath
 from enginewire.frontend.stats import FinishedRequestStats, IterationStats
 from enginewire.server.meters import HISTORY_S, RATE_WINDOW_S, Histogram, Rate
 from enginewire.server.metrics import ServerMetrics
+from enginewire.server.snapshot import snapshot
 from enginewire.server.state import Health, ServerState
 from enginewire.testing.waiting import wait_until
 from enginewire.wire.messages import FinishReason
@@ -48,25 +48,15 @@ DASHBOARD = [
 """What the panels of vLLM's dashboards ask for."""
 
 
-class Clock:
-    """Monotonic seconds that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+def make_state(num_engines: int = 1) -> ServerState:
+    """Make the state of a server that started at second 1000."""
+    config = EngineConfig.create("echo", max_model_len=4096, data_parallel_size=num_engines)
+    return ServerState.of(config, 'a "model"\\', 1000.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def state(clock: Clock) -> ServerState:
-    config = EngineConfig.create("echo", max_model_len=4096)
-    return ServerState(config, 'a "model"\\', num_in_flight=lambda: 7, now=clock)
+def state() -> ServerState:
+    return make_state()
 
 
 def samples(state: ServerState) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -109,26 +99,32 @@ def finished(**changes: object) -> FinishedRequestStats:
 @given(st.lists(st.floats(0, 20)))
 def test_a_histogram_counts_a_value_in_the_first_bucket_whose_bound_it_does_not_exceed(values: list[float]) -> None:
     bounds = (1.0, 2.5, 10.0)
-    one_by_one, at_once = Histogram(bounds), Histogram(bounds)
+    one_by_one, at_once, added = Histogram(bounds), Histogram(bounds), Histogram(bounds)
     for one in values:
         one_by_one.observe(one)
+        single = Histogram(bounds)
+        single.observe(one)
+        added.add(single)
     at_once.observe_all(values)
     up_to = [sum(value <= bound for value in values) for bound in (*bounds, float("inf"))]
     expected = [count - before for count, before in zip(up_to, [0, *up_to], strict=False)]
-    assert one_by_one.counts == at_once.counts == expected
+    assert one_by_one.counts == at_once.counts == added.counts == expected
     assert one_by_one.total == at_once.total == pytest.approx(sum(values))
 
 
 @given(st.lists(st.tuples(st.floats(0, 90), st.integers(1, 9)), max_size=30), st.floats(0, 200))
 def test_a_rate_looks_back_five_seconds_and_its_history_a_minute(added: list[tuple[float, int]], waited: float) -> None:
     start = now = 5000.25
-    rate = Rate(start)
+    rate, parts = Rate(start), [Rate(start), Rate(start)]
     by_second: Counter[int] = Counter()
     for pause, count in added:
         now += pause
-        rate.add(count, now)
+        rate.count(count, now)
+        parts[count % 2].count(count, now)
         by_second[int(now)] += count
     now += waited
+    parts[0].add(parts[1])
+    assert parts[0].history(now) == rate.history(now)
     whole = [by_second[second] for second in range(int(now) - HISTORY_S, int(now))]
     assert rate.history(now) == whole
     recent = sum(whole[-RATE_WINDOW_S:]) + by_second[int(now)]
@@ -168,7 +164,7 @@ def test_prefix_cache_statistics_are_changes_and_are_added_up(state: ServerState
         state.record(0, stats, IterationStats(1000.0))
     assert value(state, "vllm:prefix_cache_queries_total") == 120
     assert value(state, "vllm:prefix_cache_hits_total") == 48
-    assert state.snapshot().engines[0].prefix_cache_hit_rate == 0.4
+    assert snapshot(state, 1000.0).engines[0].prefix_cache_hit_rate == 0.4
 
 
 def test_gauges_are_those_of_the_last_report(state: ServerState) -> None:
@@ -178,7 +174,6 @@ def test_gauges_are_those_of_the_last_report(state: ServerState) -> None:
     assert value(state, "vllm:num_requests_running") == 3
     assert value(state, "vllm:num_requests_waiting") == 2
     assert value(state, "vllm:kv_cache_usage_perc") == 0.5
-    assert value(state, "enginewire:num_completions_in_flight") == 7
 
 
 def test_latencies_fall_into_the_buckets_of_vllm(state: ServerState) -> None:
@@ -226,33 +221,31 @@ def test_what_http_did_is_counted(state: ServerState) -> None:
     assert value(state, "enginewire:client_disconnects_total", endpoint="/v1/completions") == 1
 
 
-def test_a_dead_engine_has_nothing_running_and_stays_dead(state: ServerState) -> None:
+def test_an_engine_that_is_gone_runs_nothing_and_is_not_up(state: ServerState) -> None:
     state.record(0, SchedulerStats(num_running_reqs=3), IterationStats(1000.0))
-    state.engine_died(EngineDeath(0, "killed by signal 9 (SIGKILL)"))
-    state.set_health(Health.DRAINING)
-    assert value(state, "enginewire:engine_up") == 0
-    assert value(state, "enginewire:engine_deaths_total") == 1
+    state.engine(0).is_gone(1001.0)
+    for health in (Health.STARTING, Health.LOST, Health.DEAD):
+        state.engine(0).health = health
+        assert value(state, "enginewire:engine_up") == 0
     assert value(state, "vllm:num_requests_running") == 0
-    (engine,) = state.snapshot().engines
-    assert (engine.health, engine.death) == (Health.DEAD, "killed by signal 9 (SIGKILL)")
 
 
 def test_a_message_of_an_engine_that_nobody_announced_is_counted(state: ServerState) -> None:
     """An exception here would end the output handler, and with it every stream."""
     state.record(5, None, IterationStats(1000.0, num_generation_tokens=2))
-    assert [engine.index for engine in state.engines] == [0, 5]
-    assert sum(engine.num_generation_tokens for engine in state.engines) == 2
+    assert [engine.index for engine in snapshot(state, 1000.0).engines] == [0, 5]
+    assert state.engine(5).num_generation_tokens == 2
 
 
 def test_an_engine_of_an_external_balancer_keeps_its_rank() -> None:
     config = EngineConfig.create("echo", data_parallel_size=4, data_parallel_rank=2, data_parallel_external_lb=True)
-    assert [engine.index for engine in ServerState(config, "m").engines] == [2]
+    assert list(ServerState.of(config, "m").engines) == [2]
 
 
-def test_a_snapshot_is_plain_json(state: ServerState, clock: Clock) -> None:
-    clock.now = 1010.0
+def test_a_snapshot_is_plain_json(state: ServerState) -> None:
+    state.num_in_flight = 7
     state.record(0, None, IterationStats(1008.5, num_generation_tokens=50))
-    read = msgspec.json.decode(msgspec.json.encode(state.snapshot()))
+    read = msgspec.json.decode(msgspec.json.encode(snapshot(state, 1010.0)))
     (engine,) = read["engines"]
     assert (read["model"], read["uptime_s"], read["num_in_flight"]) == ('a "model"\\', 10.0, 7)
     assert (engine["health"], engine["generation_tokens_per_s"]) == ("ready", 10.0)
@@ -275,13 +268,92 @@ def test_a_completion_that_the_engine_aborted_counts_in_no_latency(state: Server
         assert value(state, f"vllm:{name}_count") == 1, name
 
 
+# Several engines, several processes.
+
+
+def record_something(state: ServerState, number: int) -> None:
+    """Have the state count something that depends on ``number`` alone."""
+    index, now = number % 3, 1000.0 + number
+    report = SchedulerStats(
+        num_running_reqs=number, prefix_cache_stats=PrefixCacheStats(queries=10 + number, hits=number)
+    )
+    ended = finished(finish_reason=FinishReason(number % 3), e2e_latency=number / 8, decode_time=0.5)
+    tokens = {"num_prompt_tokens": 6, "num_generation_tokens": 2}
+    iteration = IterationStats(
+        now, **tokens, time_to_first_tokens=[number / 64], inter_token_latencies=[0.25], finished_requests=[ended]
+    )
+    state.record(index, report, iteration)
+    state.record_unfinished(index, FinishReason.ERROR)
+    state.response_sent("/v1/completions", "POST", 200 + number % 2)
+    state.client_disconnected(f"/{number % 2}")
+
+
+def test_states_of_several_processes_add_up_to_one_that_has_seen_it_all() -> None:
+    """And stay exact on their way from process to process."""
+    whole, parts = make_state(3), [make_state(3), make_state(3)]
+    for number in range(40):
+        record_something(whole, number)
+        record_something(parts[number % 2], number)
+    received = [msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=ServerState) for part in parts]
+    assert received == parts
+    merged = received[0]
+    merged.add(received[1])
+    assert ServerMetrics(merged, 1050.0).render() == ServerMetrics(whole, 1050.0).render()
+    assert snapshot(merged, 1050.0) == snapshot(whole, 1050.0)
+
+
+def test_what_one_process_knows_is_not_lost_beside_others_that_do_not() -> None:
+    """A report, and a death, may reach one of them only or first."""
+    one, other = make_state(2), make_state(2)
+    one.record(0, SchedulerStats(num_running_reqs=5), IterationStats(1001.0))
+    other.record(0, SchedulerStats(num_running_reqs=2), IterationStats(1002.0))
+    other.engine(1).health, other.engine(1).num_deaths, other.engine(1).death = Health.DEAD, 1, "killed"
+    one.engine(1).num_in_flight, other.engine(1).num_in_flight = 3, 4
+    one.add(other)
+    assert one.engine(0).num_running == 2
+    assert (one.engine(1).health, one.engine(1).num_deaths, one.engine(1).death) == (Health.DEAD, 1, "killed")
+    assert one.engine(1).num_in_flight == 7
+
+
+def test_a_process_that_is_gone_leaves_its_counts_and_nothing_else() -> None:
+    """Counters must not go back, and nothing of it is in flight."""
+    gone, stays = make_state(), make_state()
+    gone.num_in_flight = gone.engine(0).num_in_flight = 9
+    gone.process = {"process_cpu_seconds_total": 2.0, "process_resident_memory_bytes": 1e6}
+    record_something(gone, 0)
+    gone.engine(0).health = Health.LOST
+    stays.process = {"process_cpu_seconds_total": 1.0, "process_resident_memory_bytes": 3e6}
+    stays.record(0, SchedulerStats(num_running_reqs=2), IterationStats(1000.0))
+    gone.retire()
+    stays.add(gone)
+    assert value(stays, "vllm:generation_tokens_total") == 2
+    assert value(stays, "enginewire:num_completions_in_flight") == 0
+    assert value(stays, "enginewire:engine_requests_in_flight") == 0
+    assert value(stays, "enginewire:engine_up") == 1
+    assert value(stays, "vllm:num_requests_running") == 2
+    assert value(stays, "process_cpu_seconds_total") == 3
+    assert value(stays, "process_resident_memory_bytes") == 3e6
+
+
+def test_every_engine_has_series_of_its_own() -> None:
+    state = make_state(16)
+    for index in range(16):
+        state.record(index, None, IterationStats(1000.0, num_generation_tokens=index))
+    found = re.findall(
+        r'^vllm:generation_tokens_total\{.*engine="(\d+)".*\} (\S+)$',
+        ServerMetrics(state).render()[0].decode(),
+        re.MULTILINE,
+    )
+    assert [(int(engine), float(count)) for engine, count in found] == [(index, float(index)) for index in range(16)]
+
+
 # With an engine.
 
 
 async def run_three_and_abort_one() -> ServerState:
     """Serve requests of 1, 4 and 10 tokens and one that is left after its first; return the state once all is over."""
     async with await AsyncLLM.create("echo", forward_engine_log=False) as llm:
-        state = ServerState(llm.config, "echo")
+        state = ServerState.of(llm.config, "echo")
         llm.stat_logger = state
 
         async def complete(max_tokens: int) -> None:
@@ -292,7 +364,7 @@ async def run_three_and_abort_one() -> ServerState:
         async with contextlib.aclosing(llm.generate("abcdef", SamplingParams(max_tokens=100_000))) as outputs:
             await anext(outputs)
         await asyncio.to_thread(
-            wait_until, lambda: state.engines[0].scheduler.num_running_reqs == 0, 10, "the end of the aborted request"
+            wait_until, lambda: state.engine(0).num_running == 0, 10, "the end of the aborted request"
         )
     return state
 
@@ -307,4 +379,4 @@ def test_tokens_of_a_real_engine_are_counted_exactly() -> None:
     assert value(state, "vllm:request_queue_time_seconds_count") == 3
     latencies = value(state, "vllm:inter_token_latency_seconds_count")
     assert latencies == value(state, "vllm:generation_tokens_total") - 4 >= 3 + 9
-    assert state.snapshot().num_requests_served == 4
+    assert sum(state.engine(0).finished.values()) == 4

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from enginewire.client.base import EngineCoreClient, ExecutorChoice
+from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
 from enginewire.config import EngineConfig
 from enginewire.errors import ClientClosedError, EngineClientError, EngineDeadError, EngineGenerateError
 from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt
@@ -215,9 +215,13 @@ class AsyncLLM:
         """The model's tokenizer. Raises ModelError if there is none."""
         return self._inputs.tokenizer
 
+    def engine_statuses(self) -> list[EngineStatus]:
+        """Return how the engines are, by rank."""
+        return self._client.engine_statuses()
+
     @property
     def scheduler_stats(self) -> SchedulerStats | None:
-        """The engine's statistics as of its last message, ``None`` before the first."""
+        """The engine's statistics as of its last message, of several the one that reported last; ``None``: none has."""
         return self._outputs.scheduler_stats
 
     @property
@@ -261,6 +265,10 @@ class AsyncLLM:
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""
+        return await self._client.is_scheduler_paused_async()
+
+    async def is_engine_paused(self, engine_index: int) -> bool:
+        """Whether generation is paused on one of several engines."""
         return await self._client.is_scheduler_paused_async()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

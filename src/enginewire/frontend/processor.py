@@ -70,6 +70,7 @@ class OutputProcessor:
                 continue
             request = completion.request
             try:
+                completion.engine_index = message.engine_index
                 request.note(output, now)
                 completion.add(output)
             except DecodeError as exc:  # arrays are looked at only now; this request is broken, the others are not
@@ -104,17 +105,18 @@ class OutputProcessor:
 
     def discard(self, request: RequestState, reason: FinishReason = FinishReason.ABORT) -> list[str]:
         """Stop to follow a request; return the ids that the engine may still be working on. Idempotent."""
-        ids = [
-            completion.engine_id
+        unfinished = [
+            completion
             for completion in request.completions
             if self._completions.pop(completion.engine_id, None) is not None
         ]
-        self._report_unfinished(reason, len(ids))
-        return ids
+        for completion in unfinished:
+            self._report_unfinished(completion, reason)
+        return [completion.engine_id for completion in unfinished]
 
-    def _report_unfinished(self, reason: FinishReason, count: int) -> None:
-        if self.stat_logger is not None and count:
-            self.stat_logger.record_unfinished(reason, count)
+    def _report_unfinished(self, completion: CompletionState, reason: FinishReason) -> None:
+        if self.stat_logger is not None and completion.engine_index is not None:
+            self.stat_logger.record_unfinished(completion.engine_index, reason)
 
     def _finish(self, completion: CompletionState, output: EngineCoreOutput, processed: Processed) -> None:
         del self._completions[completion.engine_id]
@@ -122,7 +124,7 @@ class OutputProcessor:
         if output.finish_reason is None:
             processed.to_abort.append(completion.engine_id)  # a stop string, of which the engine knows nothing
         if (error := _failure(completion)) is not None:
-            self._report_unfinished(FinishReason.ERROR, 1)
+            self._report_unfinished(completion, FinishReason.ERROR)
             processed.to_abort += self.fail(request, error)
             processed.ready.append(request)
             return

@@ -31,6 +31,7 @@ class CompletionState:
         "detokenizer",
         "end_taken",
         "engine_id",
+        "engine_index",
         "finish_reason",
         "has_stop_strings",
         "index",
@@ -48,6 +49,7 @@ class CompletionState:
         self.request = request
         self.index = index
         self.engine_id = engine_id
+        self.engine_index: int | None = None  # nobody has it yet
         self.detokenizer = detokenizer
         self.times = CompletionTimes(request.arrival_ts, len(request.prompt_token_ids))
         self.has_stop_strings = detokenizer is not None and bool(request.params.stop)

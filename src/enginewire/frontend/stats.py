@@ -20,8 +20,11 @@ class StatLogger(Protocol):
     ) -> None:
         """Take a message's numbers. ``scheduler_stats`` has changes since the last one, so every one counts."""
 
-    def record_unfinished(self, reason: FinishReason, count: int) -> None:
-        """Take note of completions that end early, by the user's wish (``ABORT``) or a failure (``ERROR``)."""
+    def record_unfinished(self, engine_index: int, reason: FinishReason) -> None:
+        """Take note of a completion that ends early, by the user's wish (``ABORT``) or a failure (``ERROR``).
+
+        One that no engine was given is not told.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from enginewire.errors import InvalidRequestError, UtilityCallError, UtilityTimeoutError
 from enginewire.server.body import decode_body
-from enginewire.server.context import Context, Endpoint, QueryParameter
+from enginewire.server.context import Context, Endpoint, Parameter
 from enginewire.server.errors import HTTPError
 from enginewire.server.http import Reply, Request, json_response
 
@@ -55,7 +55,7 @@ class CollectiveRPCResponse(Struct):
 
 PauseMode = Literal["abort", "wait", "keep"]
 
-MODE = QueryParameter(name="mode", type=PauseMode, summary="What happens to running requests; default: abort.")
+MODE = Parameter(name="mode", type=PauseMode, summary="What happens to running requests; default: abort.")
 
 
 async def sleep(context: Context, request: Request) -> Reply:
@@ -148,8 +148,8 @@ ENDPOINTS = [
         sleep,
         "Pause the engine and have it give up memory.",
         response=Done,
-        query=(
-            QueryParameter(name="level", type=int, summary="0: only pause; 1, 2: give up memory; default: 1"),
+        parameters=(
+            Parameter(name="level", type=int, summary="0: only pause; 1, 2: give up memory; default: 1"),
             MODE,
         ),
     ),
@@ -159,7 +159,7 @@ ENDPOINTS = [
         wake_up,
         "Undo sleep.",
         response=Done,
-        query=(QueryParameter(name="tags", type=str, summary="weights,kv_cache,scheduling; default: all."),),
+        parameters=(Parameter(name="tags", type=str, summary="weights,kv_cache,scheduling; default: all."),),
     ),
     Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the engine sleeps or is paused.", response=IsSleeping),
     Endpoint(
@@ -168,9 +168,9 @@ ENDPOINTS = [
         pause,
         "Stop generating.",
         response=Done,
-        query=(
+        parameters=(
             MODE,
-            QueryParameter(name="clear_cache", type=bool, summary="Forget cached prefixes, too; default: true."),
+            Parameter(name="clear_cache", type=bool, summary="Forget cached prefixes, too; default: true."),
         ),
     ),
     Endpoint("POST", "/resume", resume, "Undo pause.", response=Done),
@@ -181,8 +181,8 @@ ENDPOINTS = [
         reset_prefix_cache,
         "Forget cached prompt prefixes.",
         response=ResetResponse,
-        query=(
-            QueryParameter(name="reset_running_requests", type=bool, summary="Recompute running ones; default: false."),
+        parameters=(
+            Parameter(name="reset_running_requests", type=bool, summary="Recompute running ones; default: false."),
         ),
     ),
     Endpoint(

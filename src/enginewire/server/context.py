@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.admission import Admission
@@ -12,9 +12,17 @@ from enginewire.server.errors import NotFoundError
 from enginewire.server.generation import Generation
 from enginewire.server.health import EngineMonitor
 from enginewire.server.http import Reply, Request
-from enginewire.server.metrics import ServerMetrics
+from enginewire.server.metrics import process_numbers
 from enginewire.server.settings import ServerSettings
 from enginewire.server.state import ServerState
+
+
+class Siblings(Protocol):
+    """The server's other processes over the same engines, where there are any."""
+
+    async def collect(self, own: ServerState) -> ServerState:
+        """Return the sum of this process's state and theirs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +33,30 @@ class Context:
     settings: ServerSettings
     admission: Admission
     state: ServerState
-    metrics: ServerMetrics
     monitor: EngineMonitor
     generation: Generation
+    siblings: Siblings | None = None
 
     @classmethod
-    def create(cls, llm: AsyncLLM, settings: ServerSettings) -> Context:
+    def create(cls, llm: AsyncLLM, settings: ServerSettings, siblings: Siblings | None = None) -> Context:
         """Make the parts of a server for ``llm``."""
-        admission = Admission(llm.config.max_num_seqs + settings.max_queue)
-        state = ServerState(llm.config, settings.model_name, num_in_flight=lambda: admission.num_in_flight)
-        monitor = EngineMonitor(llm, state, admission, settings.stall_timeout_s)
+        admission = Admission(llm.config.max_num_seqs * len(llm.config.managed_ranks) + settings.max_queue)
+        state = ServerState.of(llm.config, settings.model_name)
+        monitor = EngineMonitor(llm, state, settings.stall_timeout_s)
         generation = Generation(llm, admission, monitor)
-        return cls(llm, settings, admission, state, ServerMetrics(state), monitor, generation)
+        return cls(llm, settings, admission, state, monitor, generation, siblings)
+
+    def own_state(self) -> ServerState:
+        """Return what this process knows, as of now."""
+        self.monitor.look()
+        self.state.num_in_flight = self.admission.num_in_flight
+        self.state.max_model_len = self.llm.config.max_model_len
+        self.state.process = process_numbers()
+        return self.state
+
+    async def collect_state(self) -> ServerState:
+        """Return what all of the server's processes know, to be read at once."""
+        return self.own_state() if self.siblings is None else await self.siblings.collect(self.own_state())
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model; who names none gets what there is.
@@ -55,12 +75,13 @@ Handler: TypeAlias = Callable[[Context, Request], Awaitable[Reply]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueryParameter:
-    """A parameter in a URL's query, for the server's own description."""
+class Parameter:
+    """A parameter in a URL's query or in a header, for the server's own description."""
 
     name: str
     type: Any  # a type, or a Literal
     summary: str
+    place: Literal["query", "header"] = "query"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +96,7 @@ class Endpoint:
         content_type: of a success that is not JSON, or that is an alternative to JSON (streams).
         is_public: needs no API key.
         is_quiet: asked for again and again, so that the access log has it at DEBUG only.
-        query: parameters of the URL.
+        parameters: in the URL's query, or headers.
         errors: statuses other than success, besides those that every endpoint may give.
     """
 
@@ -88,5 +109,5 @@ class Endpoint:
     content_type: str | None = None
     is_public: bool = False
     is_quiet: bool = False
-    query: tuple[QueryParameter, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
     errors: tuple[int, ...] = field(default=())

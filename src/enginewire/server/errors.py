@@ -14,8 +14,10 @@ from enginewire.errors import (
     EngineClientError,
     EngineDeadError,
     EngineGenerateError,
+    EngineUnavailableError,
     InvalidRequestError,
     ModelError,
+    RequestLostError,
     UtilityCallError,
     UtilityTimeoutError,
 )
@@ -95,7 +97,7 @@ class UnavailableError(Exception):
     """The server takes no work now.
 
     Attributes:
-        code: why, for programs: ``starting``, ``draining``.
+        code: why, for programs: ``starting``, ``draining``, ``engine_dead``.
     """
 
     def __init__(self, message: str, code: str) -> None:
@@ -181,6 +183,10 @@ def _engine_error(exc: Exception) -> HTTPError:
             return _try_later(503, f"engine {death.engine_index} is dead: {death.cause}", "engine_dead")
         case ClientClosedError():
             return _try_later(503, "the server is shutting down", "shutting_down")
+        case EngineUnavailableError():
+            return _try_later(503, str(exc), "engine_unavailable")
+        case RequestLostError():
+            return _try_later(503, str(exc), "engine_lost")
         case EngineGenerateError():
             return HTTPError(500, str(exc), code="generation_failed")
         case UtilityTimeoutError():

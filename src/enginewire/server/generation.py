@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from enginewire.errors import EngineDeadError
+from enginewire.errors import EngineDeadError, RequestLostError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.inputs import Prompt
 from enginewire.frontend.outputs import RequestOutput
@@ -25,6 +25,7 @@ class Job:
         prompts: each is a request of its own to the frontend.
         params: for all of them; ``output_kind`` must be DELTA for :meth:`Generation.stream`, else FINAL_ONLY.
         wants_text: whether the tokens are wanted at all; some ask for the prompt's logprobs only.
+        data_parallel_rank: the engine to run on; ``None``: whichever has least to do.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Job:
     params: SamplingParams
     priority: int = 0
     wants_text: bool = True
+    data_parallel_rank: int | None = None
 
 
 class Generation:
@@ -80,7 +82,9 @@ class Generation:
         await self._llm.abort([job.id for job in self._jobs])
 
     async def _generate(self, job: Job, prompt: Prompt) -> AsyncGenerator[RequestOutput, None]:
-        generating = self._llm.generate(prompt, job.params, job.id, priority=job.priority)
+        generating = self._llm.generate(
+            prompt, job.params, job.id, priority=job.priority, data_parallel_rank=job.data_parallel_rank
+        )
         async with contextlib.aclosing(generating) as outputs:
             async for output in outputs:
                 yield output if job.wants_text else _without_text(output)
@@ -96,8 +100,8 @@ class Generation:
             self._jobs.add(job)
             try:
                 yield
-            except EngineDeadError as exc:
-                self._monitor.engine_died(exc.death)
+            except (EngineDeadError, RequestLostError):
+                self._monitor.look()
                 raise
             finally:
                 self._jobs.discard(job)

@@ -1,16 +1,17 @@
-"""``EngineMonitor``: what the engine is up to. ``/health`` and ``/ready`` ask it, and so does who waits for a death."""
+"""``EngineMonitor``: what the engines are up to. ``/health`` and ``/ready`` ask it, and so does who awaits a death."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from typing import Final
 
-from enginewire.errors import ClientClosedError, EngineDeadError, EngineDeath, UtilityCallError
+from enginewire.client.base import EngineStatus
+from enginewire.errors import ClientClosedError, EngineClientError, EngineDeath, UtilityCallError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.stats import IterationStats
-from enginewire.server.admission import Admission
 from enginewire.server.state import Health, ServerState
 from enginewire.wire.messages import FinishReason
 from enginewire.wire.stats import SchedulerStats
@@ -18,33 +19,54 @@ from enginewire.wire.stats import SchedulerStats
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S: Final = 0.5
-"""How often the engine is asked whether it is paused; an idle server learns of a death, or a pause by others, so."""
+"""How often engines are looked at and asked whether they are paused; an idle server learns of a death, or a pause by
+others, so."""
+
+REPORT_INTERVAL_S: Final = 10.0
+"""How often an engine that does something has a line in the log."""
+
+GONE: Final = (Health.STARTING, Health.LOST, Health.DEAD)
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is known about one engine. ``last_…`` are monotonic seconds.
+
+    Attributes:
+        status: what the client says.
+        last_answer: when it last answered a question.
+        last_progress: when its last message came, or when it was last seen with nothing to do.
+        ping: the question that it has not answered yet.
+        num_reported: tokens that the log's last line about it told of.
+    """
+
+    status: EngineStatus
+    last_answer: float
+    last_progress: float
+    is_paused: bool = False
+    is_asleep: bool = False
+    ping: asyncio.Task[None] | None = None
+    num_reported: int = 0
+    has_complained: bool = False
 
 
 class EngineMonitor:
-    """The one owner of what is known about the engine's condition. A ``StatLogger`` in front of ``state``.
+    """The one owner of what is known about the engines' condition. A ``StatLogger`` in front of ``state``.
 
     Args:
         llm: the frontend; its ``stat_logger`` becomes this.
         state: is told.
-        admission: knows what is in flight.
-        stall_timeout_s: how long the engine may give no answer, or a busy one make no progress.
-
-    Attributes:
-        death: why the engine is gone for good.
+        stall_timeout_s: how long an engine may give no answer, or a busy one make no progress.
     """
 
-    def __init__(self, llm: AsyncLLM, state: ServerState, admission: Admission, stall_timeout_s: float) -> None:
+    def __init__(self, llm: AsyncLLM, state: ServerState, stall_timeout_s: float) -> None:
         self._llm = llm
         self._state = state
-        self._admission = admission
         self._stall_timeout_s = stall_timeout_s
-        self._last_answer = self._last_message = time.monotonic()
-        self._is_paused = False
-        self._is_asleep = False
+        self._engines: dict[int, _Engine] = {}
         self._is_draining = False
         self._died = asyncio.Event()
-        self.death: EngineDeath | None = None
+        self.look()
         llm.stat_logger = self
 
     # What others say.
@@ -53,86 +75,190 @@ class EngineMonitor:
         self, engine_index: int, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats
     ) -> None:
         """Take note of a message: the engine makes progress."""
-        self._last_message = iteration_stats.timestamp
+        if (engine := self._engines.get(engine_index)) is not None:
+            engine.last_progress = iteration_stats.timestamp
         self._state.record(engine_index, scheduler_stats, iteration_stats)
 
-    def record_unfinished(self, reason: FinishReason, count: int) -> None:
+    def record_unfinished(self, engine_index: int, reason: FinishReason) -> None:
         """Pass it on."""
-        self._state.record_unfinished(reason, count)
-
-    def engine_died(self, death: EngineDeath) -> None:
-        """Take note of the engine's death; the first cause sticks."""
-        if self.death is None:
-            self.death = death
-            self._state.engine_died(death)
-            logger.error("engine=%d died cause=%r", death.engine_index, death.cause)
-            self._died.set()
+        self._state.record_unfinished(engine_index, reason)
 
     def draining(self) -> None:
         """Take note that the server is about to leave."""
         self._is_draining = True
-        self._publish()
+        self.look()
 
     def sleeping(self, is_asleep: bool) -> None:
-        """Take note that the engine was sent to sleep or woken."""
-        self._is_asleep = is_asleep
-        self._publish()
+        """Take note that the engines were sent to sleep or woken."""
+        for engine in self._engines.values():
+            engine.is_asleep = is_asleep
+        self.look()
 
-    # What the engine says.
+    # What the engines say.
 
     async def watch(self) -> None:
-        """Ask the engine for its condition, until it is dead or closed."""
-        while self.death is None:
-            try:
-                await self.refresh()
-            except EngineDeadError as exc:
-                self.engine_died(exc.death)
-            except ClientClosedError:
-                return
-            except UtilityCallError as exc:
-                logger.warning("the engine does not tell whether it is paused: %s", exc)
-            await asyncio.sleep(PING_INTERVAL_S)
+        """Look at the engines and ask each for its condition, until the client is closed."""
+        next_report = time.monotonic() + REPORT_INTERVAL_S
+        try:
+            while True:
+                self.look()
+                for index, engine in self._answering():
+                    if engine.ping is None or engine.ping.done():
+                        engine.ping = asyncio.create_task(self._ping(index, engine), name=f"enginewire-ping-{index}")
+                if time.monotonic() > next_report:
+                    next_report += REPORT_INTERVAL_S
+                    self._report()
+                await asyncio.sleep(PING_INTERVAL_S)
+        finally:
+            for engine in self._engines.values():
+                if engine.ping is not None:
+                    engine.ping.cancel()
 
     async def refresh(self) -> None:
-        """Ask the engine whether it is paused."""
-        self._is_paused = await self._llm.is_paused()
-        self._last_answer = time.monotonic()
-        if not self._is_paused:
-            self._is_asleep = False  # engines pause to sleep, and wake up before they go on
-        self._publish()
+        """Ask the engines whether they are paused, and wait for their answers."""
+        self.look()
+        await asyncio.gather(*(self._ping(index, engine) for index, engine in self._answering()))
+        self.look()
+
+    def look(self) -> None:
+        """Take in what the client knows of its engines now."""
+        now = time.monotonic()
+        for status in self._llm.engine_statuses():
+            engine = self._engines.get(status.index)
+            if engine is None:
+                engine = self._engines[status.index] = _Engine(status, now, now)
+            elif engine.status.state != status.state or engine.status.num_deaths != status.num_deaths:
+                self._changed(engine, status, now)
+            engine.status = status
+            if not status.num_in_flight:
+                engine.last_progress = now
+            self._publish(engine, now)
+        if self.first_death() is not None:
+            self._died.set()
+
+    def _changed(self, engine: _Engine, status: EngineStatus, now: float) -> None:
+        """Tell the log, and begin anew with an engine that is another one now."""
+        engine.is_paused = engine.is_asleep = False
+        engine.last_answer = engine.last_progress = now
+        cause = None if status.death is None else status.death.cause
+        if status.state in GONE and cause is not None:
+            logger.error("engine=%d is %s cause=%r", status.index, status.state, cause)
+        else:
+            logger.info("engine=%d is %s", status.index, status.state)
+
+    def _answering(self) -> list[tuple[int, _Engine]]:
+        """Return the engines that can be asked something."""
+        return [(index, engine) for index, engine in self._engines.items() if engine.status.state == Health.READY]
+
+    async def _ping(self, index: int, engine: _Engine) -> None:
+        try:
+            engine.is_paused = await self._llm.is_engine_paused(index)
+        except ClientClosedError:
+            return
+        except UtilityCallError as exc:
+            if not engine.has_complained:
+                engine.has_complained = True
+                logger.warning("engine=%d does not tell whether it is paused: %s", index, exc)
+        except EngineClientError:
+            return  # it is gone, which the client knows
+        engine.last_answer = time.monotonic()
+        if not engine.is_paused:
+            engine.is_asleep = False  # engines pause to sleep, and wake up before they go on
 
     async def wait_died(self) -> EngineDeath:
-        """Wait until the engine is dead; return why."""
+        """Wait until an engine is dead for good; return why."""
         await self._died.wait()
-        assert self.death is not None
-        return self.death
+        death = self.first_death()
+        assert death is not None
+        return death
 
     # What is to be told.
 
-    @property
-    def health(self) -> Health:
-        """The engine's condition in a word."""
-        if self.death is not None:
-            return Health.DEAD
-        if self._is_draining:
-            return Health.DRAINING
-        if self._is_asleep:
-            return Health.ASLEEP
-        return Health.PAUSED if self._is_paused else Health.READY
-
-    def why_not_ready(self) -> str | None:
-        """Return why new work should go elsewhere; ``None``: it is welcome."""
-        if self.death is not None:
-            return f"engine {self.death.engine_index} is dead: {self.death.cause}"
-        if self.health is not Health.READY:
-            return self.health.value
-        now = time.monotonic()
-        if (silence := now - self._last_answer) > self._stall_timeout_s:
-            return f"the engine has not answered for {silence:.0f} s"
-        busy_since = self._admission.busy_since
-        if busy_since is not None and (idle := now - max(busy_since, self._last_message)) > self._stall_timeout_s:
-            return f"the engine has work and has made no progress for {idle:.0f} s"
+    def first_death(self) -> EngineDeath | None:
+        """Return the death of an engine that will not come back; ``None`` if there is none."""
+        for engine in self._engines.values():
+            status = engine.status
+            if status.state == Health.DEAD and not status.is_awaited:
+                return status.death or EngineDeath(status.index, "for an unknown reason")
         return None
 
-    def _publish(self) -> None:
-        self._state.set_health(self.health)
+    def are_all_dead(self) -> bool:
+        """Whether no engine is left."""
+        return all(engine.status.state == Health.DEAD for engine in self._engines.values())
+
+    def why_not_ready(self) -> str | None:
+        """Return why new work should go elsewhere; ``None``: it is welcome.
+
+        One engine that can take it is enough, unless another one is paused: what would be sent there waits.
+        """
+        self.look()
+        if self._is_draining:
+            return Health.DRAINING
+        now = time.monotonic()
+        conditions = {index: self._health(engine, now) for index, engine in self._engines.items()}
+        stopped = [index for index, health in conditions.items() if health in (Health.PAUSED, Health.ASLEEP)]
+        if not stopped and Health.READY in conditions.values():
+            return None
+        wanted = stopped or conditions
+        return "; ".join(self._describe(index, conditions[index], now) for index in wanted)
+
+    def _health(self, engine: _Engine, now: float) -> Health:
+        """Put an engine's condition into a word."""
+        if engine.status.state in GONE:
+            return Health(engine.status.state)
+        if self._is_draining:
+            return Health.DRAINING
+        if engine.is_asleep:
+            return Health.ASLEEP
+        if engine.is_paused:
+            return Health.PAUSED
+        return Health.READY if self._why_stalled(engine, now) is None else Health.STALLED
+
+    def _why_stalled(self, engine: _Engine, now: float) -> str | None:
+        if (silence := now - engine.last_answer) > self._stall_timeout_s:
+            return f"has not answered for {silence:.0f} s"
+        if (idle := now - engine.last_progress) > self._stall_timeout_s:
+            return f"has work and has made no progress for {idle:.0f} s"
+        return None
+
+    def _describe(self, index: int, health: Health, now: float) -> str:
+        engine = self._engines[index]
+        if health is Health.STALLED:
+            return f"engine {index} {self._why_stalled(engine, now)}"
+        death = engine.status.death
+        if health in GONE and death is not None:
+            return f"engine {index} is {health}: {death.cause}"
+        return f"engine {index} is {health}"
+
+    def _publish(self, engine: _Engine, now: float) -> None:
+        status = engine.status
+        state = self._state.engine(status.index)
+        health = self._health(engine, now)
+        if health in GONE and state.health not in GONE:
+            state.is_gone(now)
+        state.health = health
+        state.num_in_flight = status.num_in_flight
+        state.num_deaths = status.num_deaths
+        state.death = None if status.death is None else status.death.cause
+        if status.ready is not None:
+            state.block_size, state.num_gpu_blocks = status.ready.block_size, status.ready.num_gpu_blocks
+
+    def _report(self) -> None:
+        """Have a line in the log for every engine that did something since the last."""
+        now = time.monotonic()
+        for index, engine in self._engines.items():
+            state = self._state.engine(index)
+            num_tokens = state.num_prompt_tokens + state.num_generation_tokens
+            if num_tokens == engine.num_reported and not state.num_running:
+                continue
+            engine.num_reported = num_tokens
+            logger.info(
+                "engine=%d running=%d waiting=%d kv_cache_usage=%.3f prompt_tokens_per_s=%.1f "
+                "generation_tokens_per_s=%.1f",
+                index,
+                state.num_running,
+                state.num_waiting,
+                state.kv_cache_usage,
+                state.prompt_rate.per_second(now),
+                state.generation_rate.per_second(now),
+            )

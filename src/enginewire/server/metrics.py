@@ -7,6 +7,7 @@ somebody asks. Nothing is registered globally.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Final
@@ -30,12 +31,15 @@ Read = Callable[[EngineState], float]
 
 LABELS: Final = ("model_name", "engine")
 
+DOWN: Final = (Health.STARTING, Health.LOST, Health.DEAD)
+
 GAUGES: Final[list[tuple[str, str, Read]]] = [
-    ("vllm:num_requests_running", "Requests in the executor.", lambda e: e.scheduler.num_running_reqs),
-    ("vllm:num_requests_waiting", "Requests in the engine's queue.", lambda e: e.scheduler.num_waiting_reqs),
-    ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", lambda e: e.scheduler.kv_cache_usage),
-    ("vllm:gpu_cache_usage_perc", "Former name of kv_cache_usage_perc.", lambda e: e.scheduler.kv_cache_usage),
-    ("enginewire:engine_up", "Whether the engine lives.", lambda e: e.health is not Health.DEAD),
+    ("vllm:num_requests_running", "Requests in the executor.", lambda e: e.num_running),
+    ("vllm:num_requests_waiting", "Requests in the engine's queue.", lambda e: e.num_waiting),
+    ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", lambda e: e.kv_cache_usage),
+    ("vllm:gpu_cache_usage_perc", "Former name of kv_cache_usage_perc.", lambda e: e.kv_cache_usage),
+    ("enginewire:engine_up", "Whether the engine is there and answers.", lambda e: e.health not in DOWN),
+    ("enginewire:engine_requests_in_flight", "Completions that the engine was sent.", lambda e: e.num_in_flight),
 ]
 
 COUNTERS: Final[list[tuple[str, str, Read]]] = [
@@ -43,7 +47,7 @@ COUNTERS: Final[list[tuple[str, str, Read]]] = [
     ("vllm:generation_tokens", "Generated tokens.", lambda e: e.num_generation_tokens),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda e: e.prefix_cache_queries),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda e: e.prefix_cache_hits),
-    ("enginewire:engine_deaths", "How often the engine died.", lambda e: e.num_deaths),
+    ("enginewire:engine_deaths", "How often the engine died or was lost.", lambda e: e.num_deaths),
 ]
 
 HISTOGRAMS: Final[list[tuple[str, str, Callable[[EngineState], Histogram]]]] = [
@@ -74,26 +78,28 @@ class ServerMetrics(Collector):
 
     Args:
         state: what to render.
+        now: monotonic seconds.
     """
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, now: float | None = None) -> None:
         self._state = state
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self._now = time.monotonic() if now is None else now
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body and the content type for a request that accepts ``accept``."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
         encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+        return encoder(registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family; called by the encoder."""
         yield from self._engine_families()
         yield from self._server_families()
+        yield from self._process_families()
 
     def _engine_families(self) -> Iterator[Metric]:
-        engines = [((self._state.model_name, str(engine.index)), engine) for engine in self._state.engines]
+        engines = [((self._state.model_name, str(engine.index)), engine) for engine in self._state.engines.values()]
         for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             for labels, engine in engines:
@@ -124,14 +130,15 @@ class ServerMetrics(Collector):
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache.", labels=(*LABELS, "block_size", "num_gpu_blocks")
         )
-        cache.add_metric((model, "0", str(state.config.block_size), str(state.config.num_gpu_blocks)), 1)
+        for engine in state.engines.values():
+            cache.add_metric((model, str(engine.index), str(engine.block_size), str(engine.num_gpu_blocks)), 1)
         yield cache
         in_flight = GaugeMetricFamily(
             "enginewire:num_completions_in_flight",
             "Completions that the server is busy with.",
             labels=["model_name"],
         )
-        in_flight.add_metric([model], state.num_in_flight())
+        in_flight.add_metric([model], state.num_in_flight)
         yield in_flight
         responses = CounterMetricFamily(
             "enginewire:http_requests", "HTTP responses.", labels=["endpoint", "method", "status"]
@@ -145,10 +152,23 @@ class ServerMetrics(Collector):
         for endpoint, count in state.disconnects.items():
             disconnects.add_metric([endpoint], count)
         yield disconnects
-        yield GaugeMetricFamily("enginewire:uptime_seconds", "Seconds since the server's start.", state.uptime_s)
+        yield GaugeMetricFamily(
+            "enginewire:uptime_seconds", "Seconds since the server's start.", self._now - state.started
+        )
         yield InfoMetricFamily(
             "enginewire:build", "Versions.", {"version": __version__, "python": platform.python_version()}
         )
+
+    def _process_families(self) -> Iterator[Metric]:
+        for name, value in self._state.process.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(name, "Of the server's processes, without the engines'.", value)
+
+
+def process_numbers() -> dict[str, float]:
+    """Return this process's CPU time, memory and the like, by the names that Prometheus' client libraries use."""
+    families = ProcessCollector(registry=None).collect()
+    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

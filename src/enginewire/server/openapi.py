@@ -75,7 +75,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, Any], has_keys: bool) ->
     if endpoint.request is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema_of[endpoint.request]}}}
         statuses |= {400, 413, 415}
-    if endpoint.query:
+    if endpoint.parameters:
         statuses.add(400)
     if has_keys and not endpoint.is_public:
         operation["security"] = [{SECURITY: []}]
@@ -89,8 +89,8 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, Any], has_keys: bool) ->
 
 def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
     parameters: list[dict[str, Any]] = [
-        {"name": query.name, "in": "query", "description": query.summary, "schema": msgspec.json.schema(query.type)}
-        for query in endpoint.query
+        {"name": given.name, "in": given.place, "description": given.summary, "schema": msgspec.json.schema(given.type)}
+        for given in endpoint.parameters
     ]
     _, has_parameter, name = endpoint.path.partition("{")
     if has_parameter:

@@ -99,22 +99,23 @@ async def _until_stopped(app: App, settings: ServerSettings, stopped: asyncio.Ev
     if settings.exit_on_engine_death:
         died = asyncio.create_task(context.monitor.wait_died(), name="enginewire-death-watch")
         if await _first(died, stopped.wait()):
-            context.admission.close(UnavailableError("the engine is dead and the server leaves", "engine_dead"))
-            await _within(FLUSH_S, context.admission.wait_idle())  # running streams hear of it
+            # What ran there hears of it; other engines finish what they have.
+            reason = UnavailableError("an engine is dead and the server leaves", "engine_dead")
+            await _drain(app, FLUSH_S if context.monitor.are_all_dead() else settings.shutdown_timeout_s, reason)
             raise EngineDeadError(died.result())
         died.cancel()
     else:
         await stopped.wait()
-    await _drain(app, settings.shutdown_timeout_s)
+    await _drain(app, settings.shutdown_timeout_s, UnavailableError("the server is shutting down", "draining"))
     return 0
 
 
-async def _drain(app: App, timeout_s: float) -> None:
-    """Let running requests finish; end those that do not in time."""
+async def _drain(app: App, timeout_s: float, reason: UnavailableError) -> None:
+    """Let running requests finish; end those that do not in time. New ones are refused for ``reason``."""
     context = app.context
     logger.info("draining num_in_flight=%d timeout_s=%g", context.admission.num_in_flight, timeout_s)
     context.monitor.draining()
-    context.admission.close(UnavailableError("the server is shutting down", "draining"))
+    context.admission.close(reason)
     if not await _within(timeout_s, context.admission.wait_idle()):
         logger.warning("aborting what is left num_in_flight=%d", context.admission.num_in_flight)
         await context.generation.abort_all()

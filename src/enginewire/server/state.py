@@ -1,21 +1,19 @@
 """``ServerState``: what goes on in the server and its engines, in numbers.
 
 The one source of ``GET /state``, of the page at ``/``, and of ``GET /metrics``. Nothing here waits, locks or knows
-HTTP; everything is called on the server's event loop.
+HTTP; everything is called on the server's event loop. It is all structs: where several server processes share the
+engines, they send theirs to each other and add them up, so that whichever answers tells the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from enginewire._version import __version__
+from msgspec import Struct
+
 from enginewire.config import EngineConfig
-from enginewire.errors import EngineDeath
 from enginewire.frontend.stats import FinishedRequestStats, IterationStats
 from enginewire.server.meters import Histogram, Rate
 from enginewire.wire.messages import FinishReason
@@ -37,75 +35,129 @@ REQUEST_S: Final = (
 
 
 class Health(StrEnum):
-    """What an engine can do."""
+    """What an engine can do, from best to worst."""
 
-    STARTING = "starting"
     READY = "ready"
     PAUSED = "paused"
     ASLEEP = "asleep"
     DRAINING = "draining"
+    STALLED = "stalled"
+    STARTING = "starting"
+    LOST = "lost"
     DEAD = "dead"
 
 
-class EngineState:
+SEVERITY: Final = {health: rank for rank, health in enumerate(Health)}
+
+
+class EngineState(Struct, kw_only=True):
     """An engine as the server knows it. Counters count from the server's start.
 
     Attributes:
-        health: set by whoever changes it.
-        death: why it died last.
-        scheduler: its last report; zeros before the first, and once it is dead.
+        health: what it can do; see :class:`~enginewire.server.health.EngineMonitor`.
+        num_deaths: how often it died or was lost.
+        death: why, the last time.
+        num_in_flight: completions that were sent to it and have not ended.
+        block_size, num_gpu_blocks: of its KV cache; 0 until it has said.
+        num_running, num_waiting, kv_cache_usage: its last report; zeros before the first, and while it is gone.
+        reported_at: when that came.
         finished: completions by why they ended.
     """
 
-    def __init__(self, index: int, max_model_len: int, now: float) -> None:
-        self.index = index
-        self.health = Health.READY
-        self.num_deaths = 0
-        self.death: EngineDeath | None = None
-        self.scheduler = SchedulerStats()
+    index: int
+    health: Health = Health.READY
+    num_deaths: int = 0
+    death: str | None = None
+    num_in_flight: int = 0
+    block_size: int = 0
+    num_gpu_blocks: int = 0
 
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
-        self.prompt_rate = Rate(now)
-        self.generation_rate = Rate(now)
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
-        self.finished = dict.fromkeys(FinishReason, 0)
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    reported_at: float = 0.0
 
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    finished: dict[FinishReason, int]
+    prompt_rate: Rate
+    generation_rate: Rate
+
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    time_per_output_token: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    prompt_len: Histogram
+    generation_len: Histogram
+    max_tokens: Histogram
+
+    @classmethod
+    def new(cls, index: int, max_model_len: int, now: float) -> EngineState:
+        """Make the state of an engine that has done nothing yet."""
         tokens = _token_buckets(max_model_len)
-        self.time_to_first_token = Histogram(FIRST_TOKEN_S)
-        self.inter_token_latency = Histogram(BETWEEN_TOKENS_S)
-        self.time_per_output_token = Histogram(BETWEEN_TOKENS_S)
-        self.e2e_latency = Histogram(REQUEST_S)
-        self.queue_time = Histogram(REQUEST_S)
-        self.prefill_time = Histogram(REQUEST_S)
-        self.decode_time = Histogram(REQUEST_S)
-        self.prompt_len = Histogram(tokens)
-        self.generation_len = Histogram(tokens)
-        self.max_tokens = Histogram(tokens)
+        return cls(
+            index=index,
+            finished=dict.fromkeys(FinishReason, 0),
+            prompt_rate=Rate(now),
+            generation_rate=Rate(now),
+            time_to_first_token=Histogram(FIRST_TOKEN_S),
+            inter_token_latency=Histogram(BETWEEN_TOKENS_S),
+            time_per_output_token=Histogram(BETWEEN_TOKENS_S),
+            e2e_latency=Histogram(REQUEST_S),
+            queue_time=Histogram(REQUEST_S),
+            prefill_time=Histogram(REQUEST_S),
+            decode_time=Histogram(REQUEST_S),
+            prompt_len=Histogram(tokens),
+            generation_len=Histogram(tokens),
+            max_tokens=Histogram(tokens),
+        )
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration: IterationStats) -> None:
         """Take in what a message brought."""
         if scheduler_stats is not None:
-            self.scheduler = scheduler_stats
+            self.num_running = scheduler_stats.num_running_reqs
+            self.num_waiting = scheduler_stats.num_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+            self.reported_at = iteration.timestamp
             self.prefix_cache_queries += scheduler_stats.prefix_cache_stats.queries
             self.prefix_cache_hits += scheduler_stats.prefix_cache_stats.hits
         if iteration.num_generation_tokens:
             self.num_generation_tokens += iteration.num_generation_tokens
-            self.generation_rate.add(iteration.num_generation_tokens, iteration.timestamp)
+            self.generation_rate.count(iteration.num_generation_tokens, iteration.timestamp)
             self.inter_token_latency.observe_all(iteration.inter_token_latencies)
         if iteration.num_prompt_tokens:
             self.num_prompt_tokens += iteration.num_prompt_tokens
-            self.prompt_rate.add(iteration.num_prompt_tokens, iteration.timestamp)
+            self.prompt_rate.count(iteration.num_prompt_tokens, iteration.timestamp)
             self.time_to_first_token.observe_all(iteration.time_to_first_tokens)
         for finished in iteration.finished_requests:
             self._record_finished(finished)
 
-    def died(self, death: EngineDeath) -> None:
-        """Take note of its death."""
-        self.health, self.death = Health.DEAD, death
-        self.num_deaths += 1
-        self.scheduler = SchedulerStats()
+    def is_gone(self, now: float) -> None:
+        """Forget its last report: whatever it ran has ended."""
+        self.num_running = self.num_waiting = 0
+        self.kv_cache_usage, self.reported_at = 0.0, now
+
+    def add(self, other: EngineState) -> None:
+        """Add what another server process knows of the same engine."""
+        self.health = max(self.health, other.health, key=SEVERITY.__getitem__)
+        if other.num_deaths > self.num_deaths:
+            self.num_deaths, self.death = other.num_deaths, other.death
+        if other.reported_at > self.reported_at:  # a report goes to one of them
+            self.num_running, self.num_waiting = other.num_running, other.num_waiting
+            self.kv_cache_usage, self.reported_at = other.kv_cache_usage, other.reported_at
+        self.block_size = other.block_size or self.block_size
+        self.num_gpu_blocks = other.num_gpu_blocks or self.num_gpu_blocks
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, count in other.finished.items():
+            self.finished[reason] += count
+        for name in ADDED:
+            getattr(self, name).add(getattr(other, name))
 
     def _record_finished(self, request: FinishedRequestStats) -> None:
         self.finished[request.finish_reason] += 1
@@ -124,38 +176,52 @@ class EngineState:
             self.prefill_time.observe(request.prefill_time)
 
 
-class ServerState:
+SUMMED: Final = (
+    "num_in_flight",
+    "num_prompt_tokens",
+    "num_generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
+ADDED: Final = tuple(name for name, kind in EngineState.__annotations__.items() if kind in ("Rate", "Histogram"))
+
+
+class ServerState(Struct):
     """Everything that is counted. A ``StatLogger``: set it as ``AsyncLLM.stat_logger``.
 
-    Args:
-        config: the engine's, with what it reported.
-        model_name: under which it is served.
-        num_in_flight: tells how many completions the server is busy with, wherever they are.
-        now: gives monotonic seconds.
-
     Attributes:
+        model_name: under which the model is served.
+        max_model_len: most tokens of prompt and output together.
+        started: monotonic seconds.
+        engines: by index.
+        num_in_flight: completions that the server is busy with, wherever they are.
         responses: HTTP responses by (endpoint, method, status).
         disconnects: requests whose client went away, by endpoint.
+        process: CPU time, memory and the like, by Prometheus' names.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_name: str,
-        *,
-        num_in_flight: Callable[[], int] = lambda: 0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self.model_name = model_name
-        self.num_in_flight = num_in_flight
-        self._now = now
-        self._start = now()
-        self._engines: dict[int, EngineState] = {}
-        for index in _engine_indices(config):
-            self.engine(index)
-        self.responses: Counter[tuple[str, str, int]] = Counter()
-        self.disconnects: Counter[str] = Counter()
+    model_name: str
+    max_model_len: int | None
+    started: float
+    engines: dict[int, EngineState] = {}
+    num_in_flight: int = 0
+    responses: dict[tuple[str, str, int], int] = {}
+    disconnects: dict[str, int] = {}
+    process: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_name: str, now: float | None = None) -> ServerState:
+        """Make the state of a server that starts.
+
+        Args:
+            config: the engines', with what they reported.
+            model_name: under which the model is served.
+            now: monotonic seconds.
+        """
+        state = cls(model_name, config.max_model_len, time.monotonic() if now is None else now)
+        for index in config.managed_ranks:
+            state.engine(index)
+        return state
 
     # What the frontend says.
 
@@ -165,9 +231,9 @@ class ServerState:
         """Take in what a message of an engine brought."""
         self.engine(engine_index).record(scheduler_stats, iteration_stats)
 
-    def record_unfinished(self, reason: FinishReason, count: int) -> None:
-        """Take note of completions that were aborted or failed. Nobody knows where they ran: the first counts them."""
-        self.engines[0].finished[reason] += count
+    def record_unfinished(self, engine_index: int, reason: FinishReason) -> None:
+        """Take note of a completion that was aborted or failed."""
+        self.engine(engine_index).finished[reason] += 1
 
     # What the server says.
 
@@ -177,135 +243,49 @@ class ServerState:
         Args:
             endpoint: the route's pattern, not the path: a path is the client's choice and would make endless labels.
         """
-        self.responses[endpoint, method, status] += 1
+        key = (endpoint, method, status)
+        self.responses[key] = self.responses.get(key, 0) + 1
 
     def client_disconnected(self, endpoint: str) -> None:
         """Count a request that was aborted because its client went away."""
-        self.disconnects[endpoint] += 1
-
-    def engine_died(self, death: EngineDeath) -> None:
-        """Take note of a death."""
-        self.engine(death.engine_index).died(death)
-
-    def set_health(self, health: Health) -> None:
-        """Say what all engines can do; the dead stay dead."""
-        for engine in self.engines:
-            if engine.health is not Health.DEAD:
-                engine.health = health
+        self.disconnects[endpoint] = self.disconnects.get(endpoint, 0) + 1
 
     # What everybody asks.
 
-    @property
-    def engines(self) -> list[EngineState]:
-        """The engines by index."""
-        return [self._engines[index] for index in sorted(self._engines)]
-
     def engine(self, index: int) -> EngineState:
         """Return an engine's state; one that nobody has heard of begins to exist."""
-        if index not in self._engines:
-            self._engines[index] = EngineState(index, self.config.max_model_len or 1, self._now())
-        return self._engines[index]
+        if index not in self.engines:
+            self.engines[index] = EngineState.new(index, self.max_model_len or 1, self.started)
+            self.engines = dict(sorted(self.engines.items()))
+        return self.engines[index]
 
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since the server's start."""
-        return self._now() - self._start
+    def add(self, other: ServerState) -> None:
+        """Add another server process's, which is used up."""
+        self.started = min(self.started, other.started)
+        self.num_in_flight += other.num_in_flight
+        for index, engine in other.engines.items():
+            if index in self.engines:
+                self.engines[index].add(engine)
+            else:
+                self.engines[index] = engine
+        for key, count in other.responses.items():
+            self.responses[key] = self.responses.get(key, 0) + count
+        for endpoint, count in other.disconnects.items():
+            self.disconnects[endpoint] = self.disconnects.get(endpoint, 0) + count
+        for name, value in other.process.items():
+            known = self.process.get(name)
+            together = min if name == "process_start_time_seconds" else float.__add__
+            self.process[name] = value if known is None else together(known, value)
 
-    def snapshot(self) -> StateSnapshot:
-        """Return the state at this moment, for people to look at."""
-        now = self._now()
-        return StateSnapshot(
-            model=self.model_name,
-            version=__version__,
-            max_model_len=self.config.max_model_len,
-            uptime_s=now - self._start,
-            num_requests_served=sum(sum(engine.finished.values()) for engine in self.engines),
-            num_in_flight=self.num_in_flight(),
-            num_disconnects=self.disconnects.total(),
-            engines=[_engine_snapshot(engine, now) for engine in self.engines],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """An engine at one moment.
-
-    Attributes:
-        health: see :class:`Health`.
-        num_running: requests in the executor.
-        num_waiting: requests in its admission queue.
-        kv_cache_usage: share of the KV blocks in use, 0 … 1.
-        prefix_cache_hit_rate: share of prompt tokens that were cached, since the start; ``None`` before the first.
-        prompt_tokens_per_s: over the last five seconds.
-        generation_tokens_per_s: over the last five seconds.
-        generation_history: generated tokens in each of the last 60 seconds, oldest first.
-        num_deaths: how often it died.
-        death: why it died last.
-    """
-
-    index: int
-    health: Health
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    prefix_cache_hit_rate: float | None
-    prompt_tokens_per_s: float
-    generation_tokens_per_s: float
-    generation_history: list[int] = field(repr=False)
-    num_deaths: int = 0
-    death: str | None = None
+    def retire(self) -> None:
+        """Keep what was counted and nothing of what is: the process that counted it is gone."""
+        self.num_in_flight = 0
+        self.process = {name: value for name, value in self.process.items() if name.endswith("_total")}
+        for engine in self.engines.values():
+            engine.health, engine.num_in_flight, engine.reported_at = Health.READY, 0, 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StateSnapshot:
-    """The server at one moment: the body of ``GET /state``.
-
-    Attributes:
-        model: the name it is served under.
-        version: of enginewire.
-        max_model_len: most tokens of prompt and output together.
-        uptime_s: seconds since the server's start.
-        num_requests_served: completions that ended, however they did.
-        num_in_flight: completions that the server is busy with, wherever they are.
-        num_disconnects: requests whose client went away.
-        engines: by index.
-    """
-
-    model: str
-    version: str
-    max_model_len: int | None
-    uptime_s: float
-    num_requests_served: int
-    num_in_flight: int
-    num_disconnects: int
-    engines: Sequence[EngineSnapshot]
-
-
-def _engine_snapshot(engine: EngineState, now: float) -> EngineSnapshot:
-    queries = engine.prefix_cache_queries
-    return EngineSnapshot(
-        index=engine.index,
-        health=engine.health,
-        num_running=engine.scheduler.num_running_reqs,
-        num_waiting=engine.scheduler.num_waiting_reqs,
-        kv_cache_usage=round(engine.scheduler.kv_cache_usage, 4),
-        prefix_cache_hit_rate=round(engine.prefix_cache_hits / queries, 4) if queries else None,
-        prompt_tokens_per_s=round(engine.prompt_rate.per_second(now), 1),
-        generation_tokens_per_s=round(engine.generation_rate.per_second(now), 1),
-        generation_history=engine.generation_rate.history(now),
-        num_deaths=engine.num_deaths,
-        death=None if engine.death is None else engine.death.cause,
-    )
-
-
-def _engine_indices(config: EngineConfig) -> Sequence[int]:
-    """Return which engines this server has."""
-    if config.data_parallel_external_lb or config.data_parallel_size == 1:
-        return [config.data_parallel_rank]
-    return range(config.data_parallel_size)
-
-
-def _token_buckets(max_model_len: int) -> list[float]:
+def _token_buckets(max_model_len: int) -> tuple[float, ...]:
     """Make 1, 2, 5, 10, 20 … up to the longest there can be."""
     steps = (digit * 10**exponent for exponent in range(len(str(max_model_len))) for digit in (1, 2, 5))
-    return [float(step) for step in steps if step <= max_model_len]
+    return tuple(float(step) for step in steps if step <= max_model_len)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from msgspec import Struct
 
 from enginewire._version import __version__
@@ -9,8 +11,9 @@ from enginewire.server.body import decode_body
 from enginewire.server.context import Context, Endpoint
 from enginewire.server.errors import NotReadyError
 from enginewire.server.http import Reply, Request, Response, json_response
+from enginewire.server.metrics import ServerMetrics
 from enginewire.server.playground import page
-from enginewire.server.state import StateSnapshot
+from enginewire.server.snapshot import StateSnapshot, snapshot
 
 
 class Status(Struct):
@@ -42,8 +45,9 @@ class AbortResponse(Struct):
 
 
 async def get_health(context: Context, request: Request) -> Reply:
-    """200 unless the engine is dead and stays so."""
-    if (death := context.monitor.death) is not None:
+    """200 unless an engine is dead and stays so."""
+    context.monitor.look()
+    if (death := context.monitor.first_death()) is not None:
         raise death.exception()
     return json_response(Status("ok"))
 
@@ -62,13 +66,14 @@ async def get_version(context: Context, request: Request) -> Reply:
 
 async def get_metrics(context: Context, request: Request) -> Reply:
     """Metrics for Prometheus."""
-    body, content_type = context.metrics.render(request.headers.get("accept", ""))
+    state = await context.collect_state()
+    body, content_type = ServerMetrics(state).render(request.headers.get("accept", ""))
     return Response(body, {"Content-Type": content_type})
 
 
 async def get_state(context: Context, request: Request) -> Reply:
     """The state for people and the page."""
-    return json_response(context.state.snapshot())
+    return json_response(snapshot(await context.collect_state(), time.monotonic()))
 
 
 async def get_page(context: Context, request: Request) -> Reply:
@@ -98,7 +103,7 @@ ENDPOINTS = [
         "GET",
         "/health",
         get_health,
-        "200 unless the engine is dead and will not be restarted.",
+        "200 unless an engine is dead and will not be restarted.",
         response=Status,
         is_public=True,
         is_quiet=True,
@@ -108,7 +113,7 @@ ENDPOINTS = [
         "GET",
         "/ready",
         get_ready,
-        "200 if new work is welcome; 503 while starting, paused, asleep, draining, stalled or dead.",
+        "200 if an engine takes new work, and none is paused or asleep.",
         response=Status,
         is_public=True,
         is_quiet=True,
@@ -126,6 +131,6 @@ ENDPOINTS = [
     ),
     Endpoint("GET", "/state", get_state, "What goes on now.", response=StateSnapshot, is_quiet=True),
     Endpoint(
-        "GET", "/", get_page, "A page to try the model and watch the engine.", content_type="text/html", is_public=True
+        "GET", "/", get_page, "A page to try the model and watch the engines.", content_type="text/html", is_public=True
     ),
 ]

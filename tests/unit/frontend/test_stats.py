@@ -21,13 +21,13 @@ class Notes:
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, SchedulerStats | None, IterationStats]] = []
-        self.unfinished: list[tuple[FinishReason, int]] = []
+        self.unfinished: list[tuple[int, FinishReason]] = []
 
     def record(self, engine_index: int, scheduler_stats: SchedulerStats | None, iteration: IterationStats) -> None:
         self.messages.append((engine_index, scheduler_stats, iteration))
 
-    def record_unfinished(self, reason: FinishReason, count: int) -> None:
-        self.unfinished.append((reason, count))
+    def record_unfinished(self, engine_index: int, reason: FinishReason) -> None:
+        self.unfinished.append((engine_index, reason))
 
     @property
     def last(self) -> IterationStats:
@@ -106,14 +106,19 @@ def test_a_stop_string_is_an_end_of_which_the_engine_knows_nothing(outputs: Outp
     assert [finished.finish_reason for finished in notes.last.finished_requests] == [FinishReason.STOP]
 
 
-def test_aborts_and_failures_are_told_once(outputs: OutputProcessor, notes: Notes) -> None:
-    aborted, _ = add(outputs, n=2, temperature=1.0)
+def test_aborts_and_failures_are_told_once_and_of_the_engine_that_had_them(
+    outputs: OutputProcessor, notes: Notes
+) -> None:
+    aborted, _ = add(outputs, n=3, temperature=1.0)
+    for completion, index in zip(aborted.completions, (4, 2), strict=False):  # the third was not sent to any
+        completion.engine_index = index
     outputs.abort(aborted)
     outputs.discard(aborted)
-    assert notes.unfinished == [(FinishReason.ABORT, 2)]
+    assert notes.unfinished == [(4, FinishReason.ABORT), (2, FinishReason.ABORT)]
     _, (engine_id,) = add(outputs)
-    send(outputs, 101.0, EngineCoreOutput(engine_id, [], finish_reason=FinishReason.ERROR, stop_reason="internal: x"))
-    assert notes.unfinished[1:] == [(FinishReason.ERROR, 1)]
+    failed = EngineCoreOutput(engine_id, [], finish_reason=FinishReason.ERROR, stop_reason="internal: x")
+    outputs.process(EngineCoreOutputs(engine_index=3, outputs=[failed], timestamp=1.0), 101.0)
+    assert notes.unfinished[2:] == [(3, FinishReason.ERROR)]
     assert notes.last.finished_requests == []
 
 

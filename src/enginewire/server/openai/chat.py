@@ -20,7 +20,7 @@ from enginewire.server.generation import Job
 from enginewire.server.http import SSE, Reply, Request
 from enginewire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from enginewire.server.openai.requests import ChatCompletionRequest
-from enginewire.server.openai.respond import respond
+from enginewire.server.openai.respond import RANK, respond
 from enginewire.server.openai.responses import (
     ChatChoice,
     ChatChunk,
@@ -206,6 +206,7 @@ ENDPOINTS = [
         request=ChatCompletionRequest,
         response=ChatResponse,
         content_type=SSE,
+        parameters=(RANK,),
         errors=(404, 429, 500, 503),
     )
 ]

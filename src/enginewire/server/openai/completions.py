@@ -18,7 +18,7 @@ from enginewire.server.generation import Job
 from enginewire.server.http import SSE, Reply, Request
 from enginewire.server.openai.logprobs import completion_logprobs, prompt_logprobs
 from enginewire.server.openai.requests import CompletionRequest
-from enginewire.server.openai.respond import respond
+from enginewire.server.openai.respond import RANK, respond
 from enginewire.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from enginewire.server.openai.sampling import check_stream_options, errors_name, names_of_format, sampling_params
 from enginewire.text.tokenizer import Tokenizer
@@ -196,6 +196,7 @@ ENDPOINTS = [
         request=CompletionRequest,
         response=CompletionResponse,
         content_type=SSE,
+        parameters=(RANK,),
         errors=(404, 429, 500, 503),
     )
 ]

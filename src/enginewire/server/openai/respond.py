@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import Annotated, Final, Protocol, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
+from enginewire.errors import InvalidRequestError
 from enginewire.frontend.outputs import RequestOutput
-from enginewire.server.context import Context
+from enginewire.server.context import Context, Parameter
 from enginewire.server.generation import Job
 from enginewire.server.http import DONE, EventStream, Reply, Request, event, json_response
 from enginewire.server.openai.requests import SamplingFields
 from enginewire.server.openai.responses import PromptTokensDetails, Usage
 
 Choice = TypeVar("Choice", bound=Struct)
+
+RANK: Final = Parameter(
+    name="X-data-parallel-rank",
+    type=Annotated[int, Meta(ge=0)],
+    summary="Index of the engine to run on; default: whichever has least to do.",
+    place="header",
+)
 
 
 class Writer(Protocol[Choice]):
@@ -43,6 +52,7 @@ async def respond(
 ) -> Reply:
     """Have a job done and return the reply: when it is finished, or, as a stream, when it has begun."""
     request.notes["completion"] = job.id
+    job = replace(job, data_parallel_rank=_wanted_rank(request))
     if fields.stream:
         return await EventStream.begin(_events(context, request, fields, job, writer))
     outputs = await context.generation.complete(job)
@@ -70,6 +80,16 @@ async def _events(
         yield event(writer.chunk([], tally.usage())) + DONE
     else:
         yield DONE
+
+
+def _wanted_rank(request: Request) -> int | None:
+    """Return which engine the client wants to have the job done by; the header is vLLM's."""
+    given = request.headers.get(RANK.name.lower())
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal()):
+        raise InvalidRequestError(f"{RANK.name} must be an engine's index, got {given!r}", parameter=RANK.name)
+    return int(given)
 
 
 class _Tally:
