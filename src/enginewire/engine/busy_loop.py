@@ -45,6 +45,8 @@ class EventKind(Enum):
     """A :class:`Request`, checked."""
     ABORT = auto()
     """A list of request ids."""
+    FRONTEND_LOST = auto()
+    """A client index: nobody is there any more who would want what its requests bring."""
     UTILITY = auto()
     """A :class:`UtilityCall` that is not answered at once."""
     STEP_DONE = auto()
@@ -106,6 +108,7 @@ class BusyLoop:
         self._handlers: Final[dict[EventKind, Callable[[Any], None]]] = {
             EventKind.ADD: self._on_add,
             EventKind.ABORT: self._on_abort,
+            EventKind.FRONTEND_LOST: self._on_frontend_lost,
             EventKind.UTILITY: self._on_utility,
             EventKind.STEP_DONE: self._on_step_done,
             EventKind.STOP: self._on_stop,
@@ -181,6 +184,8 @@ class BusyLoop:
             self._backlog.append(event)
             if event[0] is EventKind.ABORT:
                 self._core.abort_requests(event[1])
+            elif event[0] is EventKind.FRONTEND_LOST:
+                self._core.abort_client(event[1])
 
     def _finish_step(self, result: StepOutput) -> None:
         for client_index, message in self._core.update(result).items():
@@ -221,6 +226,11 @@ class BusyLoop:
         self._core.abort_requests(request_ids)
         if self.is_step_in_flight and self._backlog:  # it may concern an ADD that waits there
             self._backlog.append((EventKind.ABORT, request_ids))
+
+    def _on_frontend_lost(self, client_index: int) -> None:
+        self._core.abort_client(client_index)
+        if self.is_step_in_flight and self._backlog:  # its ADDs may wait there
+            self._backlog.append((EventKind.FRONTEND_LOST, client_index))
 
     def _on_utility(self, call: UtilityCall) -> None:
         if self.is_step_in_flight:
@@ -297,6 +307,11 @@ class BusyLoop:
             self._answer_failure(call, SHUTTING_DOWN)
         else:
             self._invoke(call)()
+
+    def frontend_lost(self, client_index: int) -> None:
+        """Queue the end of a frontend."""
+        self._events.put((EventKind.FRONTEND_LOST, client_index))
+        self._send(client_index, EngineCoreOutputs())  # of nothing: lets go of what waits to be sent to it
 
     def refuse_request(self, request_id: str, client_index: int, why: InvalidRequestError) -> None:
         """Answer a request with an ERROR output."""

@@ -106,6 +106,10 @@ class EngineCore:
         """End requests on their client's behalf, without any output for them. Unknown ids are ignored."""
         self.scheduler.abort(request_ids)
 
+    def abort_client(self, client_index: int) -> None:
+        """End the requests of a frontend that is gone. It is told nevertheless: it may come back unaware."""
+        self.scheduler.abort(self.scheduler.request_ids_of(client_index), tell_clients=True)
+
     # Steps.
 
     def schedule(self) -> StepInput | None:

@@ -7,8 +7,10 @@ logged and dropped.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import zmq
@@ -16,6 +18,7 @@ import zmq
 from enginewire.config import EngineConfig
 from enginewire.engine.frontends import Frontend
 from enginewire.errors import DecodeError, InvalidRequestError
+from enginewire.transport.peers import ConnectionWatch
 from enginewire.transport.sockets import connect_dealer, inproc_pair
 from enginewire.wire.codec import MsgpackDecoder, RequestDecoder, UtilityCallDecoder
 from enginewire.wire.frames import ABORT, ADD, REQUEST_TYPES, UTILITY, engine_identity
@@ -40,6 +43,9 @@ class Receiver(Protocol):
     def receive_utility(self, call: UtilityCall) -> None:
         """Take a UTILITY."""
 
+    def frontend_lost(self, client_index: int) -> None:
+        """Learn that a client is gone, and wants nothing any more."""
+
     def refuse_request(self, request_id: str, client_index: int, why: InvalidRequestError) -> None:
         """Tell a client that its request was not understood."""
 
@@ -57,6 +63,7 @@ class InputThread(threading.Thread):
         addresses: of the frontends' ROUTERs; position is the client index.
         frontends: whose they are, in the same order.
         ready: the ready response.
+        watch: notice frontends that are gone. Not needed for one whose end is this process's end.
     """
 
     def __init__(
@@ -68,6 +75,8 @@ class InputThread(threading.Thread):
         ready: bytes,
         config: EngineConfig,
         receiver: Receiver,
+        *,
+        watch: bool = False,
     ) -> None:
         super().__init__(name="engine-input", daemon=True)
         self._context = context
@@ -78,6 +87,7 @@ class InputThread(threading.Thread):
         self._max_frame_bytes = config.max_frame_bytes
         self._max_frames = config.max_frames
         self._receiver = receiver
+        self._watch = watch
         self._requests = {profile: RequestDecoder(profile.request) for profile in PROFILES}
         self._calls = UtilityCallDecoder(allow_pickle=config.allow_pickle)
         self._aborts = MsgpackDecoder[Any](list[str] | str)  # type: ignore[arg-type]  # a union is a form, not a type
@@ -97,33 +107,42 @@ class InputThread(threading.Thread):
     def run(self) -> None:
         """Read until stopped."""
         sockets: list[zmq.Socket[bytes]] = []
+        watches: list[ConnectionWatch] = []
         try:
             for address in self._addresses:
                 socket = connect_dealer(self._context, address, self._identity, self._max_frame_bytes)
                 sockets.append(socket)
+                if self._watch:
+                    watches.append(ConnectionWatch(socket))
                 socket.send(self._ready)
             self.connected.set()
-            self._read(sockets)
+            self._read(sockets, watches)
         except BaseException as exc:  # noqa: BLE001 - an engine without ears must not look alive
             self._receiver.thread_failed(exc)
         finally:
             self.connected.set()
+            for watch in watches:
+                watch.close()
             for socket in (self._stopped, *sockets):
                 socket.close()
 
-    def _read(self, sockets: list[zmq.Socket[bytes]]) -> None:
+    def _read(self, sockets: list[zmq.Socket[bytes]], watches: list[ConnectionWatch]) -> None:
+        actions: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        for client_index, socket in enumerate(sockets):
+            actions[socket] = partial(self._drain, socket, client_index)
+        for client_index, watch in enumerate(watches):
+            actions[watch.socket] = partial(self._look_at, watch, sockets[client_index], client_index)
         poller = zmq.Poller()
-        for socket in (self._stopped, *sockets):
+        for socket in (self._stopped, *actions):
             poller.register(socket, zmq.POLLIN)
-        client_index_of = {socket: client_index for client_index, socket in enumerate(sockets)}
         while True:
             for socket, _ in poller.poll():
                 if socket is self._stopped:
                     return
-                self._drain(socket, client_index_of[socket])
+                actions[socket]()
 
-    def _drain(self, socket: zmq.Socket[bytes], client_index: int) -> None:
-        for _ in range(MESSAGES_PER_TURN):
+    def _drain(self, socket: zmq.Socket[bytes], client_index: int, most: int = MESSAGES_PER_TURN) -> None:
+        for _ in range(most):
             try:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -132,6 +151,19 @@ class InputThread(threading.Thread):
                 self.handle(frames, client_index)
             except Exception:
                 logger.exception("client_index=%d sent a message that could not be handled; dropped", client_index)
+
+    def _look_at(self, watch: ConnectionWatch, socket: zmq.Socket[bytes], client_index: int) -> None:
+        frontend = self._frontends[client_index]
+        for is_connected in watch.changes():
+            if is_connected and not frontend.is_here:
+                logger.info("client_index=%d is back", client_index)
+                frontend.is_here = True
+            elif frontend.is_here and not is_connected:
+                logger.warning("client_index=%d is gone: the connection to its frontend was lost", client_index)
+                # What it sent before it went is taken in first, so that it is among what is aborted now.
+                self._drain(socket, client_index, most=sys.maxsize)
+                frontend.lose()
+                self._receiver.frontend_lost(client_index)
 
     def handle(self, frames: Sequence[bytes], client_index: int) -> None:
         """Take one message off the socket of ``client_index``."""

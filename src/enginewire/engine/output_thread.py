@@ -80,20 +80,28 @@ class OutputThread(threading.Thread):
         sockets: list[zmq.Socket[bytes]] = []
         try:
             sockets.extend(connect_push(self._context, address) for address in self._addresses)
+            num_losses = [0] * len(sockets)
             while (item := self._queue.get()) is not None:
                 if isinstance(item, bytes):
                     for socket in sockets:
                         socket.send(item)
                     break
                 client_index, message, method = item
-                frames = self._encode(message, method, self._frontends[client_index].layout)
-                sockets[client_index].send_multipart(frames, copy=len(frames) == 1)
+                frontend = self._frontends[client_index]
+                if frontend.num_losses != num_losses[client_index]:
+                    # What waits in the socket is for a frontend that is gone; who comes next starts with a new one.
+                    num_losses[client_index] = frontend.num_losses
+                    sockets[client_index].close(0)
+                    sockets[client_index] = connect_push(self._context, self._addresses[client_index])
+                if frontend.is_here or concerns_somebody(message):
+                    frames = self._encode(message, method, frontend.layout)
+                    sockets[client_index].send_multipart(frames, copy=len(frames) == 1)
         except BaseException as exc:  # noqa: BLE001 - an engine without a voice must not look alive
             if self._receiver is not None:
                 self._receiver.thread_failed(exc)
         finally:
-            for socket in sockets:
-                socket.close(LINGER_MS)
+            for socket, frontend in zip(sockets, self._frontends, strict=False):
+                socket.close(LINGER_MS if frontend.is_here else 0)
 
     def _encode(self, message: EngineCoreOutputs, method: str, layout: WireProfile) -> list[Buffer]:
         message.engine_index = self._engine_index
@@ -117,3 +125,11 @@ class OutputThread(threading.Thread):
                 message.outputs[position] = error_output(output.request_id, exc)
         if broken and self._receiver is not None:  # their clients have their ERROR; nobody waits for more
             self._receiver.receive_abort(broken)
+
+
+def concerns_somebody(message: EngineCoreOutputs) -> bool:
+    """Whether a message is worth keeping for a frontend that is away: statistics alone would pile up without end.
+
+    The rest is little: all its requests are aborted. It learns so if it comes back without having noticed.
+    """
+    return bool(message.outputs) or message.utility_output is not None

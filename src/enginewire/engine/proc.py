@@ -90,7 +90,11 @@ class EngineCoreProc:
         self._output = output = OutputThread(self._context, addresses.outputs, frontends, index, spec.config)
         loop = BusyLoop(core, self._events, output.put, self._child)
         ready = ready_response(core, executor_class.__qualname__, index, addresses, told)
-        self._input = InputThread(self._context, addresses.inputs, frontends, index, ready, spec.config, loop)
+        # A process that was started by its only frontend ends with it: the lifeline sees to that.
+        watch = not spec.local or len(frontends) > 1
+        self._input = InputThread(
+            self._context, addresses.inputs, frontends, index, ready, spec.config, loop, watch=watch
+        )
         output.start_for(loop)
         self._input.start()
         self._input.connected.wait(CONNECT_TIMEOUT_S)

@@ -92,6 +92,11 @@ class Scheduler:
         """Ids of live requests."""
         return [*self._running, *self._waiting]
 
+    def request_ids_of(self, client_index: int) -> list[str]:
+        """Return the ids of a client's live requests."""
+        live = ((request_id, self.find(request_id)) for request_id in self.request_ids)
+        return [request_id for request_id, request in live if request and request.client_index == client_index]
+
     def has_requests(self) -> bool:
         """Whether any request is live."""
         return bool(self._running or self._waiting)

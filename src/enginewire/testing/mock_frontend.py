@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -35,6 +36,8 @@ import zmq
 from enginewire.config import EngineConfig
 from enginewire.engine.channel import Channel
 from enginewire.engine.spec import DeathNote, EngineSpec, receive_death_note
+from enginewire.testing.mock_engine import free_tcp_port
+from enginewire.testing.waiting import wait_until
 from enginewire.transport.sockets import bind_pull, bind_router, make_context
 from enginewire.wire.codec import MsgpackEncoder, OutputsDecoder
 from enginewire.wire.frames import ABORT, ADD, UTILITY, engine_identity, is_death_marker
@@ -112,10 +115,16 @@ class MockFrontend:
 
     Args:
         profiles: the layouts they speak, per client; the last one is also that of all further clients.
+        host: for tcp sockets on free ports of it; ``None``: ipc.
     """
 
     def __init__(
-        self, num_clients: int = 1, *, engine_index: int = 0, profiles: Sequence[WireProfile] = (V0_25,)
+        self,
+        num_clients: int = 1,
+        *,
+        engine_index: int = 0,
+        profiles: Sequence[WireProfile] = (V0_25,),
+        host: str | None = None,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="ew-mock-")
         self.engine: LaunchedEngine | None = None
@@ -137,16 +146,21 @@ class MockFrontend:
         self._profiles = [profiles[min(client, len(profiles) - 1)] for client in range(num_clients)]
         self._decoders = [OutputsDecoder(profile.received_outputs) for profile in self._profiles]
         self._call_ids = itertools.count(1)
-        self._handshake, self.handshake_address = bind_router(
-            self._context, f"ipc://{self.folder}/handshake", MAX_FRAME_BYTES
-        )
-        inputs = [bind_router(self._context, f"ipc://{self.folder}/in{i}", MAX_FRAME_BYTES) for i in range(num_clients)]
-        outputs = [bind_pull(self._context, f"ipc://{self.folder}/out{i}", MAX_FRAME_BYTES) for i in range(num_clients)]
+
+        def place(name: str) -> str:  # not a port that the kernel gives out: it is to be bound again later
+            return f"ipc://{self.folder}/{name}" if host is None else f"tcp://{host}:{free_tcp_port()}"
+
+        self._handshake, self.handshake_address = self._bind(bind_router, place("handshake"))
+        inputs = [self._bind(bind_router, place(f"in{client}")) for client in range(num_clients)]
+        outputs = [self._bind(bind_pull, place(f"out{client}")) for client in range(num_clients)]
         self._inputs = [router for router, _ in inputs]
         self._outputs = [pull for pull, _ in outputs]
         self.addresses = EngineZmqAddresses(
             inputs=[address for _, address in inputs], outputs=[address for _, address in outputs]
         )
+
+    def _bind(self, bind: Callable[..., tuple[zmq.Socket[bytes], str]], address: str) -> tuple[zmq.Socket[bytes], str]:
+        return bind(self._context, address, MAX_FRAME_BYTES)
 
     def __enter__(self) -> Self:
         return self
@@ -204,6 +218,41 @@ class MockFrontend:
         self.send_init()
         self.expect_ready_responses(timeout_s)
         self.expect_handshake("READY", timeout_s)
+
+    def vanish(self, client_index: int = 0) -> None:
+        """Close a client's sockets, as a frontend does that dies."""
+        for open_socket in (self._inputs[client_index], self._outputs[client_index]):
+            open_socket.close(0)
+
+    def come_back(self, client_index: int = 0) -> None:
+        """Bind a client's sockets where they were, as a frontend does that was started again; wait for the engine."""
+        self._inputs[client_index] = self._bind_again(bind_router, self.addresses.inputs[client_index])
+        self._outputs[client_index] = self._bind_again(bind_pull, self.addresses.outputs[client_index])
+        call_id = wait_until(partial(self._try_to_call, client_index), TIMEOUT_S, "the engine's connection")
+        assert call_id is not None
+        self.wait_answer(call_id, client_index=client_index)
+
+    def _bind_again(self, bind: Callable[..., tuple[zmq.Socket[bytes], str]], address: str) -> zmq.Socket[bytes]:
+        def try_it() -> zmq.Socket[bytes] | None:
+            try:
+                return self._bind(bind, address)[0]
+            except OSError:  # the socket that was there is closed in a thread of ZeroMQ's
+                return None
+
+        bound = wait_until(try_it, TIMEOUT_S, f"{address} being free")
+        assert bound is not None
+        return bound
+
+    def _try_to_call(self, client_index: int) -> int | None:
+        try:
+            return self.call("is_sleeping", client_index=client_index)
+        except zmq.ZMQError:  # the engine has not noticed yet
+            return None
+
+    def speak(self, profile: WireProfile, client_index: int = 0) -> None:
+        """Let a client be of another version from now on."""
+        self._profiles[client_index] = profile
+        self._decoders[client_index] = OutputsDecoder(profile.received_outputs)
 
     # Sending.
 

@@ -56,3 +56,32 @@ class PeerWatch:
             else:
                 self._open.discard(descriptor)
                 self._is_lost = self._is_lost or descriptor in self._peer
+
+
+class ConnectionWatch:
+    """Watches the connection of a socket that connects: an engine's to its frontend.
+
+    Used by one thread, the socket's own, and read often, as above.
+
+    Attributes:
+        socket: readable when something has happened.
+    """
+
+    def __init__(self, connected: zmq.Socket[bytes]) -> None:
+        self._connected = connected
+        self.socket = connected.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+
+    def changes(self) -> list[bool]:
+        """Return what has happened since the last call, in order: connected (``True``) or disconnected."""
+        changes: list[bool] = []
+        while True:
+            try:
+                event, _ = struct.unpack("=HI", self.socket.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return changes
+            changes.append(event != zmq.EVENT_DISCONNECTED)
+
+    def close(self) -> None:
+        """Stop watching; before the socket that is watched is closed."""
+        self._connected.disable_monitor()  # first: events that nobody reads would stop ZeroMQ's I/O thread
+        self.socket.close(0)

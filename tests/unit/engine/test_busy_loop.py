@@ -151,6 +151,41 @@ def test_an_add_and_its_abort_during_one_step_leave_nothing() -> None:
     assert h.core.scheduler.find("b") is None
 
 
+def test_a_frontend_that_vanishes_during_a_step_takes_its_requests_along_and_no_others() -> None:
+    """C-62: those that it added during the step as well; what a successor adds is not among them."""
+    h = Harness()
+    h.add("a", client_index=1, max_tokens=9)
+    h.add("b", max_tokens=9)
+    h.in_step(
+        2,
+        lambda: h.add("c", client_index=1),
+        lambda: h.loop.frontend_lost(1),
+        lambda: h.add("d", client_index=1),
+    )
+    for _ in range(3):
+        h.turn()
+    aborted = FinishReason.ABORT
+    assert [entry for entry in h.log if entry[0] == 0] == [(0, "b", [1]), (0, "b", [2]), (0, "b", [3])]
+    assert [entry for entry in h.log if entry[0] == 1] == [
+        (1, "a", [1]), (1, "a", aborted), (1, "c", aborted), (1, "d", [1]),
+    ]  # fmt: skip
+
+
+def test_a_frontend_that_vanishes_while_its_requests_wait_for_a_step_elsewhere_takes_them_along() -> None:
+    h = Harness(with_child=True)
+    h.add("b", max_tokens=9)
+    h.turn()
+    h.call(1, "list_loras")  # waits for the step, and what follows for it
+    h.add("c", client_index=1)
+    h.loop.frontend_lost(1)
+    h.turn()
+    assert h.child is not None
+    h.events.put((EventKind.STEP_DONE, h.child.result()))
+    h.turn()
+    assert h.core.scheduler.request_ids == ["b"]
+    assert h.log == [(0, "b", [1]), (0, 1, set()), (1, "c", FinishReason.ABORT)]
+
+
 def test_a_request_that_cannot_run_is_answered_at_once() -> None:
     """Defect 8; C-60."""
     h = Harness()

@@ -1,0 +1,42 @@
+"""A frontend in a process of its own, to be killed or stopped: ``python raw_frontend.py INPUT OUTPUT TTL_S``.
+
+It binds both addresses and then does what it is told on its standard input, one word a line: ``ready`` waits for the
+engine, ``add`` sends a request ``a`` of 100,000 tokens, ``read`` waits for an output. It prints ``ok`` after each.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import zmq
+
+IDENTITY = bytes(2)
+ADD = b"\x00"
+REQUEST = ["a", [1, 2], None, {"max_tokens": 100_000}, None, 0.0, None, None, None, None, None]
+
+
+def main(input_address: str, output_address: str, ttl_s: float) -> None:
+    context = zmq.Context()
+    router, pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+    for socket, address in ((router, input_address), (pull, output_address)):
+        if ttl_s:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 50)
+            socket.setsockopt(zmq.HEARTBEAT_TTL, int(ttl_s * 1000))
+        if socket is router:
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.bind(address)
+    for line in sys.stdin:
+        match line.split():
+            case ["ready"]:
+                router.recv_multipart()
+            case ["add", client_index]:
+                router.send_multipart([IDENTITY, ADD, msgspec.msgpack.encode([*REQUEST, int(client_index)])])
+            case ["read"]:
+                pull.recv_multipart()
+        sys.stdout.write("ok\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
