@@ -89,7 +89,18 @@ def _parse(name: str, command: ModuleType, words: Sequence[str]) -> argparse.Nam
         allow_abbrev=False,
     )
     command.add_arguments(parser)
-    return parser.parse_intermixed_args(words)
+    return parser.parse_intermixed_args(_with_engine_args_joined(words))
+
+
+def _with_engine_args_joined(words: Sequence[str]) -> list[str]:
+    """Join ``--engine-args`` and its value, which argparse would take for a flag of ours: it begins with a dash."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--engine-args":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _stop_cleanly_on_sigterm() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from enginewire.cli.data_parallel import add_data_parallel_options, data_parallel_settings
 from enginewire.cli.terminal import fetch, status
 from enginewire.errors import ConfigError
 
@@ -26,8 +28,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, for_server: bool = Fa
     group.add_argument(
         "--engine",
         metavar="NAME",
-        help="openvino, echo, another registered executor, or module:Class; default: by model",
+        help="openvino, echo, vllm, another registered executor, or module:Class; default: by model",
     )
+    group.add_argument("--engine-python", metavar="PATH", help="vllm: the Python of an environment that has vLLM")
+    group.add_argument("--engine-args", metavar="ARGS", help='vllm: more arguments of its, e.g. "--dtype bfloat16"')
     group.add_argument(
         "--executor-option",
         metavar="KEY=VALUE",
@@ -44,6 +48,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, for_server: bool = Fa
         default=[],
         help="any setting of EngineConfig, e.g. max_model_len=4096; repeatable",
     )
+    add_data_parallel_options(parser, for_server=for_server)
     if for_server:
         parser.set_defaults(verbose=True)
         return
@@ -107,18 +112,32 @@ def engine_config(args: argparse.Namespace, defaults: dict[str, Any]) -> EngineC
     """
     from enginewire.engine.registry import find_executor
     from enginewire.frontend.setup import make_config
+    from enginewire.host.vllm import VLLM, vllm_options
     from enginewire.models import ALIASES
 
     if args.engine and ":" in args.engine and "" not in sys.path:
         sys.path.append("")  # a console script's path lacks the working directory, where module:Class may be
-    settings: dict[str, Any] = {**defaults, **dict(args.set)}
+    settings: dict[str, Any] = {**defaults, **data_parallel_settings(args), **dict(args.set)}
     if clashes := sorted({"model", "executor", "executor_options"} & set(settings)):
         raise ConfigError(f"--set cannot set {', '.join(clashes)}: MODEL, --engine and --executor-option do")
-    config = make_config(args.model, args.engine, None, dict(args.executor_option), settings)
-    find_executor(config.executor)  # before a download that an unknown engine would have no use for
+    config = make_config(args.model, args.engine, None, _executor_options(args), settings)
+    if config.starts_engines:  # before a download that an unknown engine would have no use for
+        vllm_options(config) if config.executor == VLLM else find_executor(config.executor)
     if config.model in ALIASES:
         fetch(config.model)
     return config
+
+
+def _executor_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Gather what is for the executor; ``--engine-python`` and ``--engine-args`` are the options of ``vllm``."""
+    options = dict(args.executor_option)
+    for flag, name in (("engine_python", "python"), ("engine_args", "args")):
+        if (value := getattr(args, flag)) is None:
+            continue
+        if args.engine != "vllm":
+            raise ConfigError(f"--{flag.replace('_', '-')} is for --engine vllm; others take --executor-option")
+        options[name] = shlex.split(value) if name == "args" else value
+    return options
 
 
 @contextlib.contextmanager

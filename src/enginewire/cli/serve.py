@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from enginewire import envs
 from enginewire.cli.options import DEFAULT_MODEL_NAME, add_engine_options, engine_config
-from enginewire.cli.terminal import say
+from enginewire.cli.terminal import announce
 from enginewire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,12 +20,18 @@ USAGE = "[MODEL] [options]"
 DESCRIPTION = """\
 Serve a model to OpenAI clients: /v1/completions, /v1/chat/completions and more; / is a page to try it.
 
-SIGTERM or Ctrl-C lets running requests finish; a second one leaves at once."""
+SIGTERM or Ctrl-C lets running requests finish; a second one leaves at once.
+
+Engines may run elsewhere: `--data-parallel-size-local 0` waits for them at --data-parallel-address and -rpc-port, and
+`--headless` there runs them. vLLM's engines will do too, and vLLM's servers can use ours; flags have the same names."""
 
 EXAMPLES = """\
   enginewire serve
   enginewire serve echo --port 0
-  enginewire serve ./model.gguf --host 0.0.0.0 --api-key "$KEY" --max-queue 100"""
+  enginewire serve ./model.gguf --host 0.0.0.0 --api-key "$KEY" --max-queue 100
+  enginewire serve echo --data-parallel-size 2 --data-parallel-size-local 0   # a server, two engines elsewhere
+  enginewire serve echo --data-parallel-size 2 --headless                     # these
+  enginewire serve ./hf-folder --engine vllm --engine-python /opt/vllm/bin/python --engine-args "--dtype bfloat16" """
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -71,19 +77,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.headless:
+        _run_headless(args)
+        return
     try:
         import uvloop
 
         from enginewire.server.run import serve
     except ImportError as exc:
         raise ConfigError(f'the server needs more packages ({exc}): pip install "enginewire[serve]"') from exc
-    limits = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
-    config = engine_config(args, {name: value for name, value in limits.items() if value is not None})
+    if (args.api_server_count or 1) > 1:
+        raise ConfigError(f"--api-server-count {args.api_server_count} is not part of this version; leave it at 1")
+    config = engine_config(args, _limits(args))
     settings = _settings(args, config.model)
     set_up_logging(args.log_level)
-    status = uvloop.run(serve(config, settings, lambda url: _say_ready(settings.model_name, url)))
+    status = uvloop.run(serve(config, settings, lambda url: announce(f"Serving {settings.model_name} at {url}")))
     if status:
         raise SystemExit(status)
+
+
+def _run_headless(args: argparse.Namespace) -> None:
+    from enginewire.cli.headless import HeadlessNode
+
+    config = engine_config(args, {"shutdown_timeout_s": args.shutdown_timeout, **_limits(args)})
+    set_up_logging(args.log_level)
+    if status := HeadlessNode(config).run():
+        raise SystemExit(status)
+
+
+def _limits(args: argparse.Namespace) -> dict[str, int]:
+    limits = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
+    return {name: value for name, value in limits.items() if value is not None}
 
 
 def _settings(args: argparse.Namespace, model: str) -> ServerSettings:
@@ -115,12 +139,3 @@ def set_up_logging(level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # we say ourselves when we start and stop
-
-
-def _say_ready(model: str, url: str) -> None:
-    """Print where it is; on stdout, for programs that start this one."""
-    try:
-        sys.stdout.write(f"Serving {model} at {url}\n")
-        sys.stdout.flush()
-    except OSError:  # nobody reads it
-        say(f"Serving {model} at {url}")

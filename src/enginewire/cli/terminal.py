@@ -18,6 +18,15 @@ def say(text: str) -> None:
             sys.stderr.flush()
 
 
+def announce(text: str) -> None:
+    """Write a line to stdout, at once, for programs that start this one; to stderr if nobody reads that."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except OSError:
+        say(text)
+
+
 def is_terminal() -> bool:
     """Whether stderr is one, so that a line may be drawn and drawn again."""
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

@@ -30,6 +30,8 @@ def find_executor(reference: str) -> type[Executor]:
     Raises:
         ConfigError: there is none of this name (the message lists those there are), or it is no executor.
     """
+    if reference == "vllm":
+        raise ConfigError("the engine vllm is a program of its own; it cannot run in this process")
     target = reference if ":" in reference else BUILT_IN.get(reference) or _entry_points().get(reference)
     if target is None:
         known = ", ".join(sorted(BUILT_IN.keys() | _entry_points().keys()))

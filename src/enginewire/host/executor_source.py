@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enginewire.engine.executor import Executor
 from enginewire.engine.registry import executor_reference, find_executor
 from enginewire.errors import ConfigError
+from enginewire.host.vllm import VLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ def executor_source(choice: type[Executor] | str) -> ExecutorSource:
     Raises:
         ConfigError: a name that is not registered; or a class that can neither be imported nor pickled.
     """
+    if choice == VLLM:
+        return ExecutorSource(VLLM)
     if isinstance(choice, str):
         find_executor(choice)  # an unknown one is refused here, where the caller is
         return ExecutorSource(choice)

@@ -17,8 +17,12 @@ from typing import Final
 from enginewire.engine.channel import LENGTH_BYTES
 from enginewire.engine.spec import READY, DeathNote, EngineSpec
 from enginewire.errors import EngineDeath, EngineStartupError, describe_exit
+from enginewire.host.vllm import VLLM, vllm_command, vllm_end, vllm_environment
 
 LOG_TAIL_LINES: Final = 40
+VLLM_LOG_TAIL_LINES: Final = 120
+"""Its engine and its launcher both write a traceback, and the cause is in the first."""
+
 MAX_LOG_LINE_BYTES: Final = 4096
 
 _READY_WORDS: Final = len(READY).to_bytes(LENGTH_BYTES, "big") + READY
@@ -36,7 +40,8 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec, *, forward_log: bool, on_ready: Callable[[int], None]) -> None:
         self.engine_index = spec.engine_index
         self.forward_log = forward_log
-        self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+        self._is_vllm = spec.executor == VLLM
+        self.log_tail: deque[str] = deque(maxlen=VLLM_LOG_TAIL_LINES if self._is_vllm else LOG_TAIL_LINES)
         self.death: EngineDeath | None = None
         self.expected_death: tuple[float, str] | None = None
         self.is_leaving = False
@@ -50,25 +55,9 @@ class EngineProcess:
         # A process that does not read its spec must not hold us up longer than one that does not speak.
         self.lifeline.settimeout(spec.config.hello_timeout_s)
         try:
-            self.popen = subprocess.Popen(
-                # -P: the current folder must not shadow modules; the engine takes over our sys.path.
-                [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=_environment(),
-            )
-        except BaseException as exc:
+            self.popen = _start(spec, theirs.fileno())
+        except BaseException:
             self.lifeline.close()
-            if isinstance(exc, OSError):
-                raise EngineStartupError(
-                    f"cannot start an engine process with {sys.executable!r}: {exc.strerror}",
-                    stage="launch",
-                    engine_index=spec.engine_index,
-                ) from exc
             raise
         finally:
             theirs.close()
@@ -106,14 +95,16 @@ class EngineProcess:
         self.read_log()
         self.log.close()
         self.lifeline.close()
-        if self.is_status_lost:  # what `wait` returns then is made up
+        if self._is_vllm:
+            status, how = None, vllm_end(self.log_tail)
+        elif self.is_status_lost:  # what `wait` returns then is made up
             status, how = None, "ended, and something else in this process took its exit status (waitpid, SIGCHLD)"
         else:
             how = describe_exit(self.popen.returncode)
         note = DeathNote.decode(self._words.removeprefix(_READY_WORDS)[LENGTH_BYTES:])
+        tail = tuple(self.log_tail)[-LOG_TAIL_LINES:]
         if note is None:
-            return EngineDeath(self.engine_index, how, status, tuple(self.log_tail))
-        tail = tuple(self.log_tail)
+            return EngineDeath(self.engine_index, how, status, tail)
         if note.traceback_tail and note.traceback_tail[-1] not in tail:  # later lines have pushed it out
             tail += tuple(note.traceback_tail)
         return EngineDeath(self.engine_index, f"{note.cause} (its process {how})", status, tail)
@@ -158,6 +149,32 @@ class EngineProcess:
             # Our own stderr may be closed, gone, or anything an application put there; deaths are to be noticed still.
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"{text}\n")
+
+
+def _start(spec: EngineSpec, lifeline_fd: int) -> subprocess.Popen[bytes]:
+    if spec.executor == VLLM:
+        command, environment = vllm_command(spec, lifeline_fd), vllm_environment(spec)
+    else:
+        # -P: the current folder must not shadow modules; the engine takes over our sys.path.
+        command = [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(lifeline_fd)]
+        environment = _environment()
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            pass_fds=(lifeline_fd,),
+            start_new_session=True,
+            env=environment,
+        )
+    except OSError as exc:
+        raise EngineStartupError(
+            f"cannot start an engine process with {command[0]!r}: {exc.strerror}",
+            stage="launch",
+            engine_index=spec.engine_index,
+        ) from exc
 
 
 def _environment() -> dict[str, str]:

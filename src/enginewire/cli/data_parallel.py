@@ -1,0 +1,145 @@
+"""Several engines, and engines elsewhere: the flags, named as vLLM's, and what they are turned into.
+
+Source: protocol section K.1. A flag that was not given is ``None``, so that what goes together can be told.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Final
+
+from enginewire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from enginewire import EngineConfig
+
+SETTINGS: Final = (
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+    "data_parallel_rank",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_hybrid_lb",
+    "data_parallel_external_lb",
+    "load_balancer",
+    "wire_version",
+)
+"""Settings of ``EngineConfig`` that have a flag here."""
+
+
+def add_data_parallel_options(parser: argparse.ArgumentParser, *, for_server: bool) -> None:
+    """Add how many engines there are and where. A command that completes one prompt has no use for most."""
+    group = parser.add_argument_group("several engines, or engines elsewhere")
+    add = group.add_argument
+    add("--data-parallel-size", "-dp", type=int, metavar="N", help="engines in the deployment (default: 1)")
+    add(
+        "--data-parallel-size-local",
+        "-dpl",
+        type=int,
+        metavar="N",
+        help="how many of them start here; 0: all are started elsewhere (default: all, or 1 with external balancing)",
+    )
+    add("--data-parallel-address", "-dpa", metavar="HOST", help="where engines and frontend meet (default: 127.0.0.1)")
+    add("--data-parallel-rpc-port", "-dpp", type=int, metavar="N", help="and on which port (default: 29550)")
+    if not for_server:
+        return
+    add(
+        "--data-parallel-start-rank",
+        "-dpr",
+        type=int,
+        metavar="N",
+        help="first engine of this node; without --headless this means --data-parallel-hybrid-lb",
+    )
+    add(
+        "--data-parallel-rank",
+        "-dpn",
+        type=int,
+        metavar="N",
+        help="the one engine of this server; means --data-parallel-external-lb",
+    )
+    mode = group.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--data-parallel-hybrid-lb",
+        action="store_true",
+        default=None,
+        help="a balancer spreads the load over nodes, this server over its node's engines",
+    )
+    mode.add_argument(
+        "--data-parallel-external-lb",
+        action="store_true",
+        default=None,
+        help="a balancer spreads the load; each engine has a server of its own",
+    )
+    add("--data-parallel-backend", choices=("mp", "ray"), default="mp", help="what starts engines (default: mp)")
+    add("--load-balancer", metavar="NAME", help="how this server spreads the load (default: inflight)")
+    add("--api-server-count", "-asc", type=int, metavar="N", help="server processes over the same engines (default: 1)")
+    add("--headless", action="store_true", help="engines only, for a server elsewhere, enginewire's or vLLM's")
+    add("--wire-version", metavar="V", help="--headless: the vLLM version to speak (default: what the server shows)")
+
+
+def data_parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the flags give, after a look at whether they go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    given = {name: getattr(args, name, None) for name in SETTINGS} | dict(args.set)
+    settings = {name: given[name] for name in SETTINGS if given[name] is not None}
+    if getattr(args, "data_parallel_backend", "mp") == "ray":
+        raise ConfigError(
+            "--data-parallel-backend ray is not part of this version; start engines on other nodes with "
+            "`enginewire serve MODEL --headless`"
+        )
+    if getattr(args, "headless", False):
+        _check_headless(settings, args.api_server_count)
+        return settings
+    count = 1 if getattr(args, "api_server_count", None) is None else int(args.api_server_count)
+    if count < 1:
+        raise ConfigError(
+            f"--api-server-count must be at least 1, got {count}; for engines without a server: --headless"
+        )
+    if "data_parallel_rank" in settings:
+        if settings.keys() & {"data_parallel_start_rank", "data_parallel_hybrid_lb"}:
+            raise ConfigError(
+                "--data-parallel-rank gives this server one engine, --data-parallel-start-rank and "
+                "--data-parallel-hybrid-lb several; choose one"
+            )
+        settings["data_parallel_external_lb"] = True
+    elif "data_parallel_external_lb" in settings:
+        raise ConfigError("--data-parallel-external-lb needs --data-parallel-rank: which engine is this server's?")
+    elif "data_parallel_start_rank" in settings:
+        settings["data_parallel_hybrid_lb"] = True
+    if "data_parallel_hybrid_lb" in settings:
+        settings.setdefault("data_parallel_size_local", _size_from_start_rank(settings))
+    if "data_parallel_external_lb" in settings and settings.get("data_parallel_size_local", 1) > 1:
+        raise ConfigError(
+            "with --data-parallel-rank a server has one engine; --data-parallel-size-local must be 1 or 0"
+        )
+    return settings
+
+
+def headless_ranks(config: EngineConfig) -> range:
+    """Return the ranks whose engines a headless node runs."""
+    start = config.data_parallel_start_rank
+    return range(start, start + (config.data_parallel_size_local or 0))
+
+
+def _check_headless(settings: dict[str, Any], api_server_count: int | None) -> None:
+    """Refuse what contradicts a node without a server, and settle how many engines it has."""
+    local = settings.setdefault("data_parallel_size_local", _size_from_start_rank(settings))
+    if local < 1:
+        raise ConfigError(f"--headless runs engines here: --data-parallel-size-local must be at least 1, got {local}")
+    if api_server_count:
+        raise ConfigError(f"--headless runs no server, and --api-server-count {api_server_count} asks for some")
+    if settings.keys() & {"data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_rank"}:
+        raise ConfigError(
+            "--headless runs no server and spreads no load: no --data-parallel-hybrid-lb, --data-parallel-external-lb "
+            "or --data-parallel-rank with it; --data-parallel-start-rank says which engine is its first"
+        )
+
+
+def _size_from_start_rank(settings: dict[str, Any]) -> int:
+    size: int = settings.get("data_parallel_size", 1)
+    start: int = settings.get("data_parallel_start_rank", 0)
+    return max(size - start, 1)  # at least one: then the configuration says what is wrong with the start
