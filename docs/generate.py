@@ -110,6 +110,7 @@ TABLES: dict[tuple[str, str], Callable[[], Iterator[str]]] = {
     ("operations.md", "settings"): settings,
     ("operations.md", "environment"): environment,
     ("operations.md", "echo options"): options("enginewire.executors.echo:EchoOptions"),
+    ("operations.md", "vllm options"): options("enginewire.host.vllm:VLLMOptions"),
     ("operations.md", "openvino options"): options("enginewire.executors.openvino_options:OpenVINOOptions"),
 }
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from command_line import COMMAND, DEADLINE_S, Start
+
+from enginewire.cli import serve
 
 
 @pytest.fixture
@@ -28,3 +32,20 @@ def start() -> Iterator[Start]:
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Give back the signal handlers that a command sets."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def parse_serve() -> Callable[[str], argparse.Namespace]:
+    """Return what reads the flags of ``enginewire serve``."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return lambda words: parser.parse_args(words.split())

@@ -85,7 +85,7 @@ def data_parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: they do not.
     """
     given = {name: getattr(args, name, None) for name in SETTINGS} | dict(args.set)
-    settings = {name: given[name] for name in SETTINGS if given[name] is not None}
+    settings: dict[str, Any] = {name: given[name] for name in SETTINGS if given[name] is not None}
     if getattr(args, "data_parallel_backend", "mp") == "ray":
         raise ConfigError(
             "--data-parallel-backend ray is not part of this version; start engines on other nodes with "
@@ -94,8 +94,7 @@ def data_parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
     if getattr(args, "headless", False):
         _check_headless(settings, args.api_server_count)
         return settings
-    count = 1 if getattr(args, "api_server_count", None) is None else int(args.api_server_count)
-    if count < 1:
+    if (count := getattr(args, "api_server_count", None)) is not None and count < 1:
         raise ConfigError(
             f"--api-server-count must be at least 1, got {count}; for engines without a server: --headless"
         )
@@ -140,6 +139,7 @@ def _check_headless(settings: dict[str, Any], api_server_count: int | None) -> N
 
 
 def _size_from_start_rank(settings: dict[str, Any]) -> int:
-    size: int = settings.get("data_parallel_size", 1)
-    start: int = settings.get("data_parallel_start_rank", 0)
-    return max(size - start, 1)  # at least one: then the configuration says what is wrong with the start
+    size, start = settings.get("data_parallel_size", 1), settings.get("data_parallel_start_rank", 0)
+    if not (isinstance(size, int) and isinstance(start, int) and start < size):
+        return 1  # the configuration says what is wrong
+    return size - start

@@ -101,11 +101,15 @@ class HeadlessNode:
         if death.engine_index not in self._running:
             return
         self._running.remove(death.engine_index)
-        # A vLLM's exit status means nothing: if it was told to stop, it did.
-        is_orderly = self._is_told_to_stop if self._config.executor == VLLM else death.exit_code == 0
-        if not is_orderly:
+        if not self._is_orderly(death):
             self._has_failed = True
             say(f"enginewire: error: engine {death.engine_index} is dead: {death.cause}")
+
+    def _is_orderly(self, death: EngineDeath) -> bool:
+        if self._config.executor == VLLM:  # its exit status means nothing
+            return self._is_told_to_stop
+        # SIGTERM itself ends one that has not come to hear of it in Python.
+        return death.exit_code == 0 or (self._is_told_to_stop and death.exit_code == -signal.SIGTERM)
 
     @contextlib.contextmanager
     def _stop_signals(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ The main thread decides (``busy_loop``), the input thread reads and checks, the 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from enginewire.engine.busy_loop import BusyLoop, EventKind, Events
 from enginewire.engine.core import EngineCore
 from enginewire.engine.executor import Executor
 from enginewire.engine.frontends import Frontend
-from enginewire.engine.handshake import Handshake, ready_response
+from enginewire.engine.handshake import INIT_TIMEOUT_S, Handshake, ready_response
 from enginewire.engine.input_thread import InputThread
 from enginewire.engine.output_thread import OutputThread
 from enginewire.engine.registry import load_executor_class
@@ -77,7 +78,8 @@ class EngineCoreProc:
         self._handshake = Handshake(
             self._context, spec.handshake_address, spec.engine_index, local=spec.local, headless=spec.headless
         )
-        addresses = self._handshake.hello()
+        # A headless engine may be started long before its frontend.
+        addresses = self._handshake.hello(math.inf if spec.headless else INIT_TIMEOUT_S)
         executor_class = load_executor_class(spec)
         logger.info("loading model=%s executor=%s", spec.config.model, executor_class.__qualname__)
         began = time.monotonic()
