@@ -18,7 +18,7 @@ ARGS ?=
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help setup run serve test fmt lint types check docs faults soak bench bench-check bench-serve ci clean
+.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core bench bench-check bench-serve ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,16 @@ faults: $(DEV_STAMP) ## kill, stop, starve and confuse engines and clients
 
 soak: $(DEV_STAMP) ## the tests that take minutes
 	$(PYTEST) -m slow $(ARGS)
+
+interop: $(DEV_STAMP) ## against real vLLM 0.25.1 and 0.32.0, made in your cache if missing (11 GB); ARGS="-k 0.25.1"
+	@$(BIN)/enginewire pull
+	tests/interop/setup_vllm.sh 0.25.1 0.32.0
+	$(PYTEST) tests/interop $(ARGS)
+
+interop-core: $(DEV_STAMP) ## the part of it that .ci/run runs
+	@$(BIN)/enginewire pull
+	tests/interop/setup_vllm.sh 0.25.1 0.32.0
+	$(PYTEST) -m core tests/interop $(ARGS)
 
 bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in one run
 	@$(BIN)/enginewire pull

@@ -20,12 +20,13 @@ import msgspec
 from enginewire.config import EngineConfig
 from enginewire.engine.validate import check_prompt
 from enginewire.errors import InvalidRequestError, ModelError
+from enginewire.frontend.constraints import for_vllm
 from enginewire.models import resolve_model
 from enginewire.text.chat import Message
 from enginewire.text.tokenizer import Tokenizer, load_tokenizer
-from enginewire.wire.capabilities import check_sampling_params
+from enginewire.wire.capabilities import EVERYTHING, check_sampling_params
 from enginewire.wire.messages import EngineCoreRequest, LoRARequest
-from enginewire.wire.sampling import RequestOutputKind, SamplingParams
+from enginewire.wire.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +284,13 @@ class InputProcessor:
             stop_token_ids=stop_token_ids,
             all_stop_token_ids=all_stop_token_ids,
             bad_words_token_ids=_bad_words(params.bad_words or (), tokenizer) if tokenizer is not None else None,
+            structured_outputs=self._constraint(params.structured_outputs),
         )
+
+    def _constraint(self, constraint: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        if constraint is None or self._config.capabilities != EVERYTHING:
+            return constraint
+        return for_vllm(constraint)
 
 
 def is_conversation(prompt: object) -> bool:

@@ -1,0 +1,286 @@
+"""The official SDK, our server, and a headless vLLM engine that was started elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from deployment import Deployment
+from environments import Environment
+from processes import Runner
+from texts import Texts, greedy_texts, sdk
+
+from enginewire.testing import free_tcp_port
+
+pytestmark = pytest.mark.core
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def served(vllm: Environment, vllm_texts: Texts, runner: Runner) -> Iterator[Deployment]:
+    """Our server and one engine; the server comes first, and the order does not matter."""
+    port = free_tcp_port()
+    remote = [
+        "--data-parallel-size-local",
+        "0",
+        "--data-parallel-address",
+        "127.0.0.1",
+        "--data-parallel-rpc-port",
+        str(port),
+    ]
+    with (
+        runner.serve(vllm.model, *remote) as (server, url),
+        runner.headless_vllm(vllm, port, "--max-logprobs", "100") as engine,
+    ):
+        server.expect_ready(f"{url}/ready")
+        yield Deployment(url, vllm.model.name, server, engine)
+
+
+@pytest.fixture
+def client(served: Deployment) -> Iterator[openai.OpenAI]:
+    """The official client."""
+    with sdk(served.url) as client:
+        yield client
+
+
+def test_greedy_texts_are_those_of_vllms_own_server(served: Deployment, vllm_texts: Texts) -> None:
+    """One at a time with the prefix cache reset, on the same engine settings."""
+    assert greedy_texts(served.url, served.model) == vllm_texts
+
+
+def test_chat(served: Deployment, client: openai.OpenAI) -> None:
+    """The plain case."""
+    answer = client.chat.completions.create(model=served.model, messages=CHAT, max_tokens=32, temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.usage is not None
+    assert 0 < answer.usage.completion_tokens <= 32
+
+
+def test_a_stream_is_the_same_text_in_pieces(served: Deployment, client: openai.OpenAI) -> None:
+    """Streaming."""
+    whole = client.chat.completions.create(model=served.model, messages=CHAT, max_tokens=32, temperature=0)
+    events = list(
+        client.chat.completions.create(
+            model=served.model,
+            messages=CHAT,
+            max_tokens=32,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    pieces = [event.choices[0].delta.content or "" for event in events if event.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 1
+    assert events[-1].usage == whole.usage
+
+
+def test_two_samples_of_one_prompt(served: Deployment, client: openai.OpenAI) -> None:
+    """n=2: seeds count up, so that the same call gives the same two."""
+    texts = [
+        [
+            choice.text
+            for choice in client.completions.create(
+                model=served.model, prompt="My name is", n=2, max_tokens=16, temperature=1.0, seed=7
+            ).choices
+        ]
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_logprobs_of_prompt_and_text(served: Deployment, client: openai.OpenAI) -> None:
+    """logprobs=5 with prompt logprobs: five alternatives a position, the greedy token is the first of them."""
+    completion = client.completions.create(
+        model=served.model,
+        prompt="The capital of France is",
+        max_tokens=6,
+        temperature=0,
+        logprobs=5,
+        extra_body={"prompt_logprobs": 5, "return_token_ids": True},
+    )
+    choice = completion.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.top_logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    for token, logprob, best in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert len(best) == 5
+        assert max(best, key=lambda text: best[text]) == token
+        assert best[token] == logprob
+    prompt_logprobs = choice.prompt_logprobs  # type: ignore[attr-defined]
+    assert completion.usage is not None
+    assert len(prompt_logprobs) == completion.usage.prompt_tokens
+    assert prompt_logprobs[0] is None
+    assert all(len(position) >= 5 for position in prompt_logprobs[1:])
+
+
+def test_json_schema(served: Deployment, client: openai.OpenAI) -> None:
+    """Structured outputs, twice: with and without a stream."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    ask = {"model": served.model, "messages": [{"role": "user", "content": "Describe Anna."}], "max_tokens": 200}
+    answer = client.chat.completions.create(**ask, temperature=0, response_format=form)
+    person = json.loads(answer.choices[0].message.content or "")
+    assert set(person) == {"name", "age"}
+    assert isinstance(person["age"], int)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": "[a-f]{4}-[0-9]{3}"}, r"[a-f]{4}-[0-9]{3}"),
+        ({"choice": ["red", "green"]}, "red|green"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"json_object": True}, r"(?s)\{.*\}?"),
+    ],
+    ids=["regex", "choice", "grammar", "json_object"],
+)
+def test_structured_outputs(
+    served: Deployment, client: openai.OpenAI, constraint: dict[str, object], pattern: str
+) -> None:
+    """What vLLM offers beside schemas."""
+    completion = client.completions.create(
+        model=served.model,
+        prompt="Say something: ",
+        max_tokens=30,
+        temperature=0,
+        extra_body={"structured_outputs": constraint},
+    )
+    assert re.fullmatch(pattern, completion.choices[0].text)
+
+
+def test_what_would_end_the_engine_is_refused(served: Deployment, client: openai.OpenAI) -> None:
+    """vLLM's frontends check grammars with the engine's own library; the engine trusts them, and dies of a bad one."""
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        client.completions.create(
+            model=served.model, prompt="x", extra_body={"structured_outputs": {"grammar": 'root ::= ("a"'}}
+        )
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.completions.create(model=served.model, prompt="x", extra_body={"structured_outputs": {"json": "[1]"}})
+    broken = client.completions.create(  # only the library can tell: it allows nothing but the end of the text
+        model=served.model, prompt="x", extra_body={"structured_outputs": {"regex": "(["}}
+    )
+    assert (broken.choices[0].text, broken.choices[0].finish_reason) == ("", "stop")
+    assert client.completions.create(model=served.model, prompt="x", max_tokens=4).choices[0].finish_reason == "length"
+
+
+def test_stop_string_ends_the_request_on_the_engine_too(served: Deployment, client: openai.OpenAI) -> None:
+    """The engine does not know stop strings: the frontend ends the text and aborts the request."""
+    completion = client.completions.create(
+        model=served.model, prompt="1, 2, 3, 4, 5,", max_tokens=500, temperature=0, stop=["9"]
+    )
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.choices[0].text == " 6, 7, 8, "
+    served.expect_running(0)
+
+
+def test_logit_bias_and_bad_words(served: Deployment, client: openai.OpenAI) -> None:
+    """What our own CPU engine may not have and vLLM has."""
+    prompt = "The capital of France is"
+    ask = {"model": served.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    plain = client.completions.create(**ask, extra_body={"return_token_ids": True}).choices[0]
+    assert "Paris" in plain.text
+    first = plain.token_ids[0]  # type: ignore[attr-defined]
+    assert not client.completions.create(**ask, logit_bias={str(first): -100}).choices[0].text.startswith(" Paris")
+    assert "Paris" not in client.completions.create(**ask, extra_body={"bad_words": ["Paris"]}).choices[0].text
+    pushed = client.completions.create(**ask, logit_bias={"5": 100}, extra_body={"return_token_ids": True}).choices[0]
+    assert pushed.token_ids == [5, 5, 5, 5]  # type: ignore[attr-defined]
+
+
+def test_what_the_client_leaves_in_mid_stream_leaves_the_engine(served: Deployment) -> None:
+    """Abort: the engine's running count returns to 0 long before the text would have ended."""
+    with served.streaming(max_tokens=1000):
+        served.expect_running(1)
+        begin = time.monotonic()
+    served.expect_running(0)
+    assert time.monotonic() - begin < 5
+
+
+def test_priorities_pass_through(served: Deployment, client: openai.OpenAI) -> None:
+    """The engine's policy is fcfs here; the field must not disturb it."""
+    completion = client.completions.create(model=served.model, prompt="x", max_tokens=3, extra_body={"priority": -1})
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens <= 3
+
+
+def test_sleep_at_level_0_and_waking(served: Deployment, client: openai.OpenAI) -> None:
+    """A request that comes meanwhile is not lost."""
+    served.post("/sleep?level=0")
+    assert served.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert httpx.get(f"{served.url}/ready").status_code == 503
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    served.post("/wake_up")
+    assert served.get("/is_sleeping").json() == {"is_sleeping": False}
+    served.get("/ready")
+    assert client.completions.create(model=served.model, prompt="x", max_tokens=3).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_pause_modes(served: Deployment, mode: str) -> None:
+    """abort ends the running request, wait lets it finish, keep freezes it until the engine goes on."""
+    with served.streaming(max_tokens=150) as lines:
+        served.post(f"/pause?mode={mode}")
+        assert served.get("/is_paused").json() == {"is_paused": True}
+        if mode == "keep":
+            served.post("/resume")
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["finish_reason"] == ("abort" if mode == "abort" else "length")
+    if mode != "keep":
+        served.post("/resume")
+    assert served.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_reset_prefix_cache(served: Deployment, client: openai.OpenAI) -> None:
+    """Cached tokens are counted, and gone after a reset."""
+    prompt = "word " * 200
+    ask = {"model": served.model, "prompt": prompt, "max_tokens": 1}
+    served.post("/reset_prefix_cache")
+
+    def cached() -> int:
+        usage = client.completions.create(**ask).usage
+        assert usage is not None
+        details = usage.prompt_tokens_details
+        return (details.cached_tokens or 0) if details is not None else 0
+
+    assert cached() == 0
+    assert cached() > 100
+    assert served.post("/reset_prefix_cache").json() == {"success": True}
+    assert cached() == 0
+
+
+def test_collective_rpc_by_name(served: Deployment) -> None:
+    """The method's name travels; a method that no worker has is a clear failure."""
+    answer = served.post("/collective_rpc", {"method": "get_supported_tasks"}).json()
+    assert answer == {"results": [["generate"]]}
+
+
+def test_the_server_shows_what_the_engine_reported(served: Deployment) -> None:
+    """max_model_len, blocks and version come from the ready response."""
+    state = served.get("/state").json()
+    assert state["max_model_len"] == 1024
+    (engine,) = state["engines"]
+    assert engine["index"] == 0
+    assert engine["health"] == "ready"
+
+
+def test_prompts_that_are_too_long_are_refused_before_they_are_sent(served: Deployment, client: openai.OpenAI) -> None:
+    """A reference engine does not check them (defect 8)."""
+    with pytest.raises(openai.BadRequestError, match="1024"):
+        client.completions.create(model=served.model, prompt=[5] * 1024, max_tokens=4)
