@@ -18,7 +18,7 @@ LAYERS = [
     {"envs"},
     {"config"},
     {"transport", "text"},
-    {"models"},
+    {"models", "recorder"},
     {"engine"},
     {"executors"},
     {"host"},

@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "serve": "serve a model over HTTP to OpenAI clients",
     "pull": "fetch a model",
     "models": "list the models that have a name",
+    "wire": "record and show what frontends and engines say to each other",
 }
 """Each is a module here: ``USAGE``, ``DESCRIPTION``, ``EXAMPLES``, ``add_arguments(parser)`` and ``execute(args)``."""
 

@@ -63,6 +63,25 @@ def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.
     return _connect(context.socket(zmq.PUSH), endpoint, -1)
 
 
+def bind_xpub(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
+) -> tuple[zmq.Socket[bytes], str]:
+    """Bind an XPUB that shows every subscription, repeated ones too, and return it with its resolved address."""
+    socket = context.socket(zmq.XPUB)
+    socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+    return socket, _bind(socket, endpoint, max_frame_bytes)
+
+
+def connect_xsub(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int, identity: bytes = b""
+) -> zmq.Socket[bytes]:
+    """Connect an XSUB to a coordinator; it hears nothing before it has sent ``01``."""
+    socket = context.socket(zmq.XSUB)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    return _connect(socket, endpoint, max_frame_bytes)
+
+
 def inproc_pair(context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Make two connected PAIRs, to wake a thread that polls sockets. ``name`` is unique in the context."""
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
