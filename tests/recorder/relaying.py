@@ -104,9 +104,11 @@ class RawFrontend:
         return socket
 
     def welcome(self) -> bytes:
-        """Answer one HELLO with INIT; return who said it."""
-        identity, payload = receive(self.handshake)
-        assert msgspec.msgpack.decode(payload)["status"] == "HELLO"
+        """Answer the next HELLO with INIT; return who said it. READY in between needs no answer."""
+        status = "READY"
+        while status == "READY":
+            identity, payload = receive(self.handshake)
+            status = msgspec.msgpack.decode(payload)["status"]
         self.handshake.send_multipart([identity, msgspec.msgpack.encode(self.init)])
         return identity
 

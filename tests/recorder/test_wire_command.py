@@ -52,11 +52,14 @@ def process(*words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def recorded_conversation(path: Path, *options: str, version: str = "0.25.1") -> Iterator[subprocess.Popen[str]]:
+def recorded_conversation(
+    path: Path, *options: str, version: str = "0.25.1", stdout: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     """Have a client and an echo engine talk through a recorder; yield the recorder when they have."""
     listen, frontend = (f"tcp://127.0.0.1:{free_tcp_port()}" for _ in range(2))
+    words = [*WIRE, "record", "--listen", listen, "--frontend", frontend, "-o", str(path), *options]
     with (
-        process(*WIRE, "record", "--listen", listen, "--frontend", frontend, "-o", str(path), *options) as recorder,
+        process(*words, stdout=stdout) as recorder,
         process(sys.executable, "-c", ENGINE, listen, version, stderr=subprocess.DEVNULL),
     ):
         port = int(frontend.rpartition(":")[2])
@@ -76,7 +79,7 @@ def types_in(path: Path) -> list[str]:
     return [reader.read(entry).type for entry in read_file(path)[0]]
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=str)
+@pytest.mark.parametrize("profile", PROFILES[:1], ids=str)
 def test_what_is_recorded_between_a_client_and_an_engine_is_a_file_of_vectors(
     profile: WireProfile, tmp_path: Path
 ) -> None:
@@ -142,7 +145,7 @@ def test_a_golden_file_is_shown() -> None:
     result = show(LIVE)
     assert (result.returncode, result.stderr) == (0, "")
     assert "READY_RESPONSE" in result.stdout
-    assert "UTILITY_OUTPUT get_supported_tasks = [\"generate\"]" in result.stdout
+    assert 'UTILITY_OUTPUT get_supported_tasks = ["generate"]' in result.stdout
 
 
 def test_filters_select_by_type_request_and_engine() -> None:

@@ -33,7 +33,7 @@ DEFAULT_FRONTEND: Final = "tcp://127.0.0.1:29550"
 WAKE_S: Final = 0.2
 """How soon it is noticed that nobody reads the output any more."""
 
-SWITCH_INTERVAL_S: Final = 0.0005
+SWITCH_INTERVAL_S: Final = 0.0001
 """How long printing may keep the relay waiting for the interpreter; Python's default would be 5 ms per message."""
 
 

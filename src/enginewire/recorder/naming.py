@@ -88,6 +88,8 @@ class Namer:
 
     def name(self, value: Any, expected: Any = Any, depth: int = 0) -> Any:
         """Return ``value`` with names as far as it is what a type says; the rest of it stays what it is."""
+        if not isinstance(value, (list, dict, int)):
+            return value
         if (array := self._array(value)) is not None:
             return array
         if depth > MAX_DEPTH and isinstance(value, (list, dict)):
@@ -117,6 +119,8 @@ class Namer:
         known = _field_infos(struct)
         found = {}
         for key, value in values.items():
+            if value is None and not self._is_full:
+                continue
             info = known.get(key)
             if key in NAMED_TUPLES and isinstance(value, list):
                 named = {
@@ -150,9 +154,7 @@ def _is_struct(candidate: Any) -> bool:
 
 
 def _is_default(info: msgspec.structs.FieldInfo | None, value: Any, named: Any) -> bool:
-    """Whether a field need not be shown: it is nil or holds its default."""
-    if value is None:
-        return True
+    """Whether a field need not be shown: it holds its default, which is not nil."""
     if info is None:
         return False
     if info.default is not msgspec.NODEFAULT:

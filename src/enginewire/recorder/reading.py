@@ -5,6 +5,7 @@ It remembers what one message has to be understood by: which version an engine s
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -260,27 +261,34 @@ _LAYOUTS: Final[dict[str, Callable[[WireProfile], Any]]] = {
     "REPORT": lambda profile: profile.outputs,
 }
 
-_CHECKS: Final[dict[str, Callable[[Sequence[bytes], WireProfile], object]]] = {
-    "HELLO": lambda payload, _: MsgpackDecoder(HandshakeMessage).decode(payload),
-    "READY": lambda payload, _: MsgpackDecoder(HandshakeMessage).decode(payload),
-    "INIT": lambda payload, _: MsgpackDecoder(EngineHandshakeMetadata).decode(payload),
-    "READY_RESPONSE": lambda payload, _: decode_ready(payload) if payload[0] else None,
-    "ADD": lambda payload, profile: RequestDecoder(profile.request).decode(payload),
-    "ABORT": lambda payload, _: MsgpackDecoder(list[str]).decode(payload),
-    "UTILITY": lambda payload, _: UtilityCallDecoder().decode(payload),
-    "OUTPUTS": lambda payload, profile: msgspec.msgpack.decode(payload[0], type=profile.received_outputs),
-    "UTILITY_OUTPUT": lambda payload, profile: msgspec.msgpack.decode(payload[0], type=profile.received_outputs),
-    "REPORT": lambda payload, profile: msgspec.msgpack.decode(payload[0], type=profile.received_outputs),
-}
+
+@functools.cache
+def _check_for(type_: str, profile: WireProfile) -> Callable[[Sequence[bytes]], object] | None:
+    """Return what our own end decodes messages of a type with; ``None``: it has nothing for them."""
+    match type_:
+        case "READY_RESPONSE":
+            return lambda payload: decode_ready(payload) if payload[0] else None
+        case "ADD":
+            return RequestDecoder(profile.request).decode
+        case "ABORT":
+            return MsgpackDecoder(list[str]).decode
+        case "UTILITY":
+            return UtilityCallDecoder().decode
+        case "OUTPUTS" | "UTILITY_OUTPUT" | "REPORT":
+            decoder = msgspec.msgpack.Decoder(profile.received_outputs)
+            return lambda payload: decoder.decode(payload[0])
+        case "HELLO" | "READY" | "INIT":
+            return MsgpackDecoder(_LAYOUTS[type_](profile)).decode
+    return None
 
 
 def _refusal(type_: str, payload: Sequence[bytes], profile: WireProfile) -> str:
     """Say why our own end would not take a message; empty: it would."""
-    check = _CHECKS.get(type_)
+    check = _check_for(type_, profile)
     if check is None or not payload:
         return ""
     try:
-        check(payload, profile)
+        check(payload)
     except (*NOT_DECODABLE, DecodeError) as exc:
         return str(exc)
     return ""

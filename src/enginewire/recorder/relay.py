@@ -178,26 +178,42 @@ class Taps:
 class Pair:
     """Two sockets that are joined: ``near``, bound for an engine, and ``far``, connected to its peer."""
 
-    def __init__(self, loop: Loop, taps: Taps, route: Route, peer: str, own: str, identity: bytes, group: str) -> None:
+    def __init__(self, loop: Loop, taps: Taps, route: Route, peer: str, host: str, identity: bytes, group: str) -> None:
         self._loop, self._taps, self._route = loop, taps, route
-        self._peer, self._identity, self._group = peer, identity, group
-        self.address = own
-        """What the engine connects to."""
+        self._peer, self._host, self._identity, self._group = peer, host, identity, group
         self._near: Socket | None = None
         self._far: Socket | None = None
         self._engines: set[int] = set()
         """Descriptors of the connections on the engine's side."""
-        self._open_near()
+        self._near, self.address = self._unused_near()
+        """``address`` is what the engine connects to, now and again."""
+        self._loop.watch(self._near, self._from_engine)
 
     def close(self) -> None:
         """Close both sides. Idempotent."""
         self._close_near()
         self._close_far()
 
-    def _open_near(self) -> None:
-        self._near, self.address = self._route.bind(self._loop.context, self.address, ANY_SIZE)
-        self._loop.watch_connections(self._near, self._on_near_event)
-        self._loop.watch(self._near, self._from_engine)
+    def _unused_near(self) -> tuple[Socket, str]:
+        """Make a socket at a new address. No engine knows it before its connections are watched, so none is missed."""
+        near, address = self._route.bind(self._loop.context, f"{self._host}:*", ANY_SIZE)
+        self._loop.watch_connections(near, self._on_near_event)
+        return near, address
+
+    def _reopen_near(self) -> None:
+        """Listen at the old address again, as soon as the system lets us."""
+        if self._near is not None or self._far is None:
+            return
+        near, address = self._unused_near()
+        try:
+            near.bind(self.address)
+        except zmq.ZMQError:
+            self._loop.close(near)
+            self._loop.retry(self._reopen_near)
+            return
+        near.unbind(address)
+        self._near = near
+        self._loop.watch(near, self._from_engine)
 
     def _close_near(self) -> None:
         near, self._near = self._near, None
@@ -216,17 +232,17 @@ class Pair:
             self._loop.close(far)
 
     def _on_near_event(self, event: int, descriptor: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
+        if event == zmq.EVENT_ACCEPTED:  # may come after the next one: ZeroMQ has two threads
             self._engines.add(descriptor)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:  # now it can be sent to; this event has no descriptor
             self._say("connected by the engine")
             self._loop.watch(self._far or self._open_far(), self._to_engine)
         else:
             self._engines.discard(descriptor)
-        if not self._engines and self._far is not None:
-            self._say("left by the engine")
-            self._from_engine(limit=None)
-            self._close_far()
+            if not self._engines and self._far is not None:
+                self._say("left by the engine")
+                self._from_engine(limit=None)
+                self._close_far()
 
     def _on_far_event(self, event: int, descriptor: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -239,14 +255,6 @@ class Pair:
             if self._far is not None:
                 self._loop.forget(self._far)  # what comes once it is back waits for the engine
             self._close_near()
-
-    def _reopen_near(self) -> None:
-        if self._near is not None or self._far is None:
-            return
-        try:
-            self._open_near()
-        except OSError:
-            self._loop.retry(self._reopen_near)
 
     def _from_engine(self, limit: int | None = MESSAGES_AT_ONCE) -> None:
         for frames in _received(self._near, limit):
@@ -303,6 +311,7 @@ class Relay:
         except OSError:
             self._loop.context.destroy(linger=0)
             raise
+        self._host = self.address.rpartition(":")[0]
         self._loop.watch(self._handshake, self._on_handshake)
 
     def __enter__(self) -> Relay:
@@ -374,7 +383,7 @@ class Relay:
         self._pairs[identity] = pairs = []
 
         def pair_for(route: Route, peer: str, group: str) -> str:
-            pairs.append(Pair(self._loop, self._taps, route, peer, self._own_host(), identity, group))
+            pairs.append(Pair(self._loop, self._taps, route, peer, self._host, identity, group))
             return pairs[-1].address
 
         group = self._group(identity)
@@ -402,9 +411,6 @@ class Relay:
                 self._taps.message(entry)
 
         self._loop.watch(socket, hear)
-
-    def _own_host(self) -> str:
-        return f"{self.address.rpartition(':')[0]}:*"
 
     def _group(self, identity: bytes) -> str:
         index = engine_index_of(identity)
