@@ -198,7 +198,7 @@ BALANCERS: Final[Mapping[str, type[LoadBalancer]]] = MappingProxyType(
 """The policies that have a name."""
 
 
-def make_balancer(name: str, *, client_count: int = 1, client_index: int = 0) -> LoadBalancer:
+def make_balancer(name: str, client_count: int = 1, client_index: int = 0) -> LoadBalancer:
     """Make the load balancer of a client.
 
     Args:
