@@ -22,6 +22,7 @@ LAYERS = [
     {"engine"},
     {"executors"},
     {"host"},
+    {"coordinator"},
     {"client"},
     {"testing"},
     {"frontend"},

@@ -1,4 +1,4 @@
-"""`PrefixIndex`: which engine has seen which prompt prefixes, in bounded memory and bounded time per prompt."""
+"""``PrefixIndex``: which engine has seen which prompt prefixes, in bounded memory and bounded time per prompt."""
 
 from __future__ import annotations
 

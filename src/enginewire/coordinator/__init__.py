@@ -1,5 +1,10 @@
-"""The coordinator of a deployment with several engines: who has how much to do, and waves of lock-step engines.
+"""The coordinator of several engines: who has how much to do, and the waves of engines that run in lock-step.
 
-Imports ``host``, ``engine``, ``transport`` and what lies below; clients start it. Start with :class:`Coordinator`, which
-decides; ``run`` has the sockets, and :class:`DPCoordinator` is what a client holds.
+Imports ``host`` and what lies below it; clients start a :class:`DPCoordinator`. Read ``core`` first, which decides and
+has no socket; ``server`` has the sockets, ``process`` runs it.
 """
+
+from enginewire.coordinator.process import DPCoordinator
+from enginewire.coordinator.server import CoordinatorAddresses
+
+__all__ = ["CoordinatorAddresses", "DPCoordinator"]

@@ -1,4 +1,4 @@
-"""`Coordinator`: what the coordinator knows and decides. No socket, thread or clock.
+"""``Coordinator``: what the coordinator knows and decides. No socket, thread or clock.
 
 Statistics: engines report their counts, frontends get all of them in one message. Waves, for engines that run in
 lock-step: engines rest together when nobody has work, and a request wakes them together. Source: protocol section J;
@@ -49,6 +49,8 @@ Counts = tuple[int, int, float]
 
 NOTHING: Final[Counts] = (0, 0, 0.0)
 
+_requests: Final = msgspec.msgpack.Decoder(tuple[Any, int])
+
 
 class Coordinator:
     """The state of one deployment.
@@ -56,8 +58,8 @@ class Coordinator:
     Args:
         size: number of engines.
         lock_step: they run in lock-step, so there are waves. Without, wave messages are ignored.
-        wire_version: of the frontends that listen, which decides the form of the counts: ``[waiting, running]`` or, from
-            0.32 on, ``[waiting, running, kv_cache_usage]``. ``None``: of the first engine that reports; until then
+        wire_version: of the frontends that listen, which decides the form of the counts: ``[waiting, running]`` or,
+            from 0.32 on, ``[waiting, running, kv_cache_usage]``. ``None``: of the first engine that reports; until then
             no counts are published, which every frontend understands.
         to_engines: sends a message of one or two frames to every engine.
         to_frontends: sends a message to every frontend.
@@ -87,6 +89,7 @@ class Coordinator:
         # Somebody asked for a start: counts of this wave are then a sign that the engines run.
         self._is_start_asked = False
         self._step = (0, 0)
+        self._is_step_unpublished = False
         self._is_changed = False
         self._changed_at = 0.0
         self._published_at = -math.inf
@@ -161,19 +164,18 @@ class Coordinator:
     def asked(self, payload: bytes, now: float) -> None:
         """Take a message from a frontend: FIRST_REQ ``[target, wave]``, or ``["SCALE_ELASTIC_EP", size]``."""
         try:
-            message: object = msgspec.msgpack.decode(payload)
+            target, number = _requests.decode(payload)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-            logger.warning("a frontend sent what is no message; dropped: %s", exc)
+            logger.warning("a frontend sent what is no request; dropped: %s", exc)
             return
-        match message:
-            case [str(kind), int(size)] if kind == SCALE and 1 <= size <= MAX_ENGINES:
-                self._resize(size, now)
-            case [int() | None | bytes() as target, int(wave)] if 0 <= wave <= MAX_NUMBER:
-                # vLLM's frontends send the identity (defect 9).
-                index = engine_index_of(target) if isinstance(target, bytes) else target
-                self._first_request(index if index in range(self.size) else None, wave)
-            case _:
-                logger.warning("a frontend sent %s; dropped", reprlib.repr(message))
+        if isinstance(target, bytes):  # vLLM's frontends send the identity (defect 9)
+            target = engine_index_of(target)
+        if target == SCALE and 1 <= number <= MAX_ENGINES:
+            self._resize(number, now)
+        elif (target is None or type(target) is int) and 0 <= number <= MAX_NUMBER:
+            self._first_request(target if target in range(self.size) else None, number)
+        else:
+            logger.warning("a frontend sent [%s, %d]; dropped", reprlib.repr(target), number)
 
     def next_publication(self, now: float) -> float:
         """Return in how many seconds :meth:`publish` is to be called; infinite before the engines are ready."""
@@ -194,7 +196,7 @@ class Coordinator:
         if self._earlier_step is not None:
             counts, self._earlier_step = self._earlier_step, None
         else:
-            counts, self._is_changed = self._counts, False
+            counts, self._is_changed, self._is_step_unpublished = self._counts, False, False
         self._published_at = now
         self._publish(counts)
 
@@ -211,9 +213,10 @@ class Coordinator:
 
     def _take_counts(self, index: int, counts: Counts, wave: int, step: int, now: float) -> None:
         if self.lock_step and (wave, step) > self._step:
-            if self._is_changed and self._earlier_step is None:
+            if self._is_step_unpublished and self._earlier_step is None:
                 self._earlier_step = list(self._counts)  # some engines' counts of the new step are still to come
             self._step = (wave, step)
+            self._is_step_unpublished = True
             self._changed(now)
         elif counts != self._counts[index] and not self._is_changed:
             self._changed(now)

@@ -60,6 +60,11 @@ class Channel:
         with contextlib.suppress(OSError):  # closed before, or the peer is gone: either way nobody waits
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def leave(self) -> None:
+        """Close this process's copy of what it shares with the process it was forked from, which goes on."""
+        self._reader.close()
+        self._socket.close()
+
     def close(self) -> None:
         """Close; a receiver in another thread is woken. Idempotent."""
         self.hang_up()

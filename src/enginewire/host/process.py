@@ -157,7 +157,7 @@ def _start(spec: EngineSpec, lifeline_fd: int) -> subprocess.Popen[bytes]:
     else:
         # -P: the current folder must not shadow modules; the engine takes over our sys.path.
         command = [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(lifeline_fd)]
-        environment = _environment()
+        environment = child_environment()
     try:
         return subprocess.Popen(
             command,
@@ -177,7 +177,7 @@ def _start(spec: EngineSpec, lifeline_fd: int) -> subprocess.Popen[bytes]:
         ) from exc
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Our environment, and a way to import this package where it is not installed but found through ``sys.path``."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     root = str(Path(__file__).resolve().parents[2])

@@ -49,6 +49,15 @@ def bind_pull(
     return socket, _bind(socket, endpoint, max_frame_bytes)
 
 
+def bind_publisher(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
+) -> tuple[zmq.Socket[bytes], str]:
+    """Bind an XPUB and return it with its resolved address. It shows every subscription, also a second one."""
+    socket = context.socket(zmq.XPUB)
+    socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+    return socket, _bind(socket, endpoint, max_frame_bytes)
+
+
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_frame_bytes: int
 ) -> zmq.Socket[bytes]:

@@ -1,0 +1,173 @@
+"""``CoordinatorServer``: the coordinator's three sockets and the loop that serves them. Source: protocol A.2."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import zmq
+from msgspec import Struct
+
+from enginewire.coordinator.core import Coordinator
+from enginewire.engine.channel import Channel
+from enginewire.transport.connections import Connections, connection_of
+from enginewire.transport.sockets import bind_publisher, bind_pull
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FRAME_BYTES: Final = 1 << 20
+"""Reports and requests to start have some hundred bytes."""
+
+MESSAGES_PER_TURN: Final = 256
+"""Messages read from one socket before the others get their turn."""
+
+
+class CoordinatorAddresses(Struct, frozen=True, kw_only=True):
+    """Where the coordinator binds, by the names that INIT has for them.
+
+    Attributes:
+        coordinator_input: engines subscribe here (READY, START_DP_WAVE).
+        coordinator_output: engines report here.
+        frontend_stats_publish_address: frontends subscribe here, and ask for waves.
+    """
+
+    coordinator_input: str
+    coordinator_output: str
+    frontend_stats_publish_address: str
+
+
+class CoordinatorSpec(Struct, frozen=True, kw_only=True):
+    """What a coordinator is to do: the arguments of :class:`Coordinator`, and where to bind.
+
+    A tcp port ``*`` in an address is resolved by binding.
+    """
+
+    size: int
+    lock_step: bool
+    wire_version: str | None
+    addresses: CoordinatorAddresses
+
+
+class CoordinatorStarted(Struct, kw_only=True):
+    """What a coordinator's process says first: where it has bound, or why it could not."""
+
+    addresses: CoordinatorAddresses | None
+    error: str = ""
+
+
+class CoordinatorServer:
+    """A coordinator on real sockets. Belongs to the thread that calls :meth:`run`, which closes it.
+
+    Raises:
+        OSError: an address cannot be bound.
+        ConfigError: an unknown ``wire_version``.
+    """
+
+    def __init__(self, spec: CoordinatorSpec) -> None:
+        self.coordinator = Coordinator(
+            spec.size,
+            lock_step=spec.lock_step,
+            wire_version=spec.wire_version,
+            to_engines=lambda frames: self._engines.send_multipart(frames),
+            to_frontends=lambda payload: self._frontends.send(payload),
+        )
+        wanted = spec.addresses
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._engines, engines = bind_publisher(self._context, wanted.coordinator_input, MAX_FRAME_BYTES)
+            self._reports, reports = bind_pull(self._context, wanted.coordinator_output, MAX_FRAME_BYTES)
+            front = wanted.frontend_stats_publish_address
+            self._frontends, frontends = bind_publisher(self._context, front, MAX_FRAME_BYTES)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.addresses = CoordinatorAddresses(
+            coordinator_input=engines, coordinator_output=reports, frontend_stats_publish_address=frontends
+        )
+        self._subscribers = Connections(self._engines)
+        self._subscribed: set[int] = set()
+        self._reporters = Connections(self._reports)
+        self._rank_of: dict[int, set[int]] = {}
+
+    def run(self, lifeline: Channel) -> None:
+        """Serve until the other end of ``lifeline`` hangs up. No message ends it (defect 30)."""
+        try:
+            self._serve(lifeline.fileno())
+        finally:
+            self._subscribers.close()
+            self._reporters.close()
+            self._context.destroy(linger=0)
+
+    def _serve(self, lifeline: int) -> None:
+        poller = zmq.Poller()
+        for readable in (lifeline, self._engines, self._subscribers.monitor, self._reports, self._reporters.monitor):
+            poller.register(readable, zmq.POLLIN)
+        are_frontends_read = False
+        while True:
+            wait_s = self.coordinator.next_publication(time.monotonic())
+            events = dict(poller.poll(None if math.isinf(wait_s) else math.ceil(wait_s * 1000)))
+            if lifeline in events:
+                return
+            self._drain(self._engines, self._from_engine_subscription)
+            self._drain(self._reports, self._from_engine)
+            self._note_closed()
+            if self.coordinator.is_ready and not are_frontends_read:
+                poller.register(self._frontends, zmq.POLLIN)  # not before: there would be nobody to wake
+                are_frontends_read = True
+            if are_frontends_read:
+                self._drain(self._frontends, self._from_frontend)
+            if self.coordinator.next_publication(time.monotonic()) <= 0:
+                self._guarded(self.coordinator.publish, time.monotonic())
+
+    def _drain(self, socket: zmq.Socket[bytes], handle: Callable[[list[zmq.Frame]], None]) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._guarded(handle, frames)
+
+    def _guarded(self, action: Callable[[T], None], argument: T) -> None:
+        try:
+            action(argument)
+        except Exception:
+            logger.exception("something could not be handled; the coordinator goes on")
+
+    def _from_engine_subscription(self, frames: list[zmq.Frame]) -> None:
+        """Count connections, not subscriptions: an engine may subscribe twice, or leave and come back (defect 29)."""
+        if frames[0].bytes[:1] != b"\x01":
+            return  # it leaves; its connection's end says so too
+        self._note_closed()
+        connection = connection_of(frames[0])
+        if self._subscribers.is_open(connection):
+            self._subscribed.add(connection)
+            self.coordinator.subscribed(len(self._subscribed), time.monotonic())
+
+    def _from_engine(self, frames: list[zmq.Frame]) -> None:
+        index = self.coordinator.reported([frame.bytes for frame in frames], time.monotonic())
+        if index is None:
+            return
+        self._note_closed()
+        connection = connection_of(frames[0])
+        if self._reporters.is_open(connection):
+            self._rank_of.setdefault(connection, set()).add(index)
+        else:  # its last words
+            self.coordinator.engine_gone(index, time.monotonic())
+
+    def _from_frontend(self, frames: list[zmq.Frame]) -> None:
+        payload = frames[0].bytes
+        if payload == b"\x01":
+            self.coordinator.frontend_joined(time.monotonic())
+        elif payload != b"\x00":
+            self.coordinator.asked(payload, time.monotonic())
+
+    def _note_closed(self) -> None:
+        self._subscribed.difference_update(self._subscribers.take_closed())
+        for connection in self._reporters.take_closed():
+            for index in self._rank_of.pop(connection, ()):
+                self.coordinator.engine_gone(index, time.monotonic())
