@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
-from enginewire.errors import ConfigError, DecodeError
+from enginewire.errors import DecodeError
 from enginewire.wire.codec import MsgpackDecoder, array_length
 from enginewire.wire.frames import START_DP_WAVE, engine_index_of
 from enginewire.wire.messages import EngineCoreOutputs
-from enginewire.wire.profile import PROFILES, V0_25, V0_32
+from enginewire.wire.profile import V0_25, V0_32, profile_named
 from enginewire.wire.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,6 @@ class Coordinator:
             no counts are published, which every frontend understands.
         to_engines: sends a message of one or two frames to every engine.
         to_frontends: sends a message to every frontend.
-
-    Raises:
-        ConfigError: a version that is not known.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class Coordinator:
         self._to_engines = to_engines
         self._to_frontends = to_frontends
         self._counts: list[Counts] = [NOTHING] * size
-        self._with_kv_usage = None if wire_version is None else _with_kv_usage(wire_version)
+        self._with_kv_usage = None if wire_version is None else profile_named(wire_version) is V0_32
         self._num_subscribers = 0
         # Somebody asked for a start: counts of this wave are then a sign that the engines run.
         self._is_start_asked = False
@@ -272,14 +269,6 @@ class Coordinator:
         self._changed(now)
         if not self.is_ready and self._num_subscribers:
             self.subscribed(self._num_subscribers, now)
-
-
-def _with_kv_usage(version: str) -> bool:
-    """Whether frontends of a version expect it with the counts."""
-    for profile in PROFILES:
-        if version == profile.vllm_version:
-            return profile is V0_32
-    raise ConfigError(f"wire_version must be {' or '.join(p.vllm_version for p in PROFILES)}, got {version!r}")
 
 
 def _is_sound(outputs: EngineCoreOutputs) -> bool:

@@ -14,7 +14,6 @@ import msgspec
 from enginewire.coordinator.server import CoordinatorServer, CoordinatorSpec, CoordinatorStarted
 from enginewire.engine.channel import Channel
 from enginewire.engine.process_setup import send_stdout_to_stderr
-from enginewire.errors import ConfigError
 
 
 def main() -> int:
@@ -31,7 +30,7 @@ def main() -> int:
         return 1  # the parent was gone before it said anything
     try:
         server = CoordinatorServer(msgspec.msgpack.decode(payload, type=CoordinatorSpec))
-    except (OSError, ConfigError) as exc:
+    except OSError as exc:
         lifeline.send(msgspec.msgpack.encode(CoordinatorStarted(addresses=None, error=str(exc))))
         return 1
     lifeline.send(msgspec.msgpack.encode(CoordinatorStarted(addresses=server.addresses)))

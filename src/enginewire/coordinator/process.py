@@ -77,7 +77,6 @@ class DPCoordinator(ABC):
 
         Raises:
             EngineStartupError: an address cannot be bound, or no process can be started.
-            ConfigError: an unknown ``wire_version``.
         """
         spec = CoordinatorSpec(
             size=config.data_parallel_size,

@@ -65,7 +65,6 @@ class CoordinatorServer:
 
     Raises:
         OSError: an address cannot be bound.
-        ConfigError: an unknown ``wire_version``.
     """
 
     def __init__(self, spec: CoordinatorSpec) -> None:
