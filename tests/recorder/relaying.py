@@ -11,8 +11,9 @@ import msgspec
 import zmq
 
 from enginewire.recorder.entry import Entry
-from enginewire.recorder.reading import type_of
-from enginewire.recorder.relay import Relay, Taps
+from enginewire.recorder.kinds import type_of
+from enginewire.recorder.pair import Taps
+from enginewire.recorder.relay import Relay
 from enginewire.testing import free_tcp_port, wait_until
 
 PATIENCE_S = 20.0

@@ -12,7 +12,7 @@ import pytest
 from enginewire.errors import DecodeError
 from enginewire.recorder.entry import Entry, read_file
 from enginewire.recorder.journal import Journal
-from enginewire.recorder.reading import type_of
+from enginewire.recorder.kinds import type_of
 
 
 def outputs(n: int, version: str | None = "0.25.1", group: str = "engine0.frontend0") -> Entry:

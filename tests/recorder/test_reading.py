@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from enginewire.recorder.entry import Entry, read_file
 from enginewire.recorder.journal import value_of
+from enginewire.recorder.kinds import TYPES, type_of
 from enginewire.recorder.printing import Printer
-from enginewire.recorder.reading import TYPES, Message, Reader, type_of
+from enginewire.recorder.reading import Message, Reader
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from enginewire.wire.profile import V0_25, V0_32, WireProfile

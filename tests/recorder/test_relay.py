@@ -10,8 +10,9 @@ from relaying import PATIENCE_S, RawFrontend, Relayed, receive
 
 from client_harness import Face, make_client, mock_config, output, request
 from enginewire.errors import EngineClientError
-from enginewire.recorder.reading import type_of
-from enginewire.recorder.relay import Relay, Taps
+from enginewire.recorder.kinds import type_of
+from enginewire.recorder.pair import Taps
+from enginewire.recorder.relay import Relay
 from enginewire.testing import MockEngine, free_tcp_port
 from enginewire.wire.arrays import LogprobsLists
 from enginewire.wire.frames import engine_identity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,7 +32,7 @@ DEFAULT_LISTEN: Final = "tcp://127.0.0.1:29551"
 DEFAULT_FRONTEND: Final = "tcp://127.0.0.1:29550"
 
 WAKE_S: Final = 0.2
-"""How soon it is noticed that nobody reads the output any more."""
+"""How soon it is noticed that it is to stop, or that nobody reads the output any more."""
 
 SWITCH_INTERVAL_S: Final = 0.0001
 """How long printing may keep the relay waiting for the interpreter; Python's default would be 5 ms per message."""
@@ -83,8 +84,9 @@ class View:
     """Prints messages and notices to stdout, those that the command line asks for."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from enginewire.recorder.kinds import TYPES
         from enginewire.recorder.printing import Printer
-        from enginewire.recorder.reading import TYPES, Reader
+        from enginewire.recorder.reading import Reader
 
         self._reader = Reader(is_full=args.full)
         self._printer = Printer(is_full=args.full)
@@ -143,8 +145,9 @@ def record(args: argparse.Namespace, view: View) -> None:
         ConfigError: an address cannot be used, or the file cannot be made.
     """
     from enginewire.recorder.journal import Journal
+    from enginewire.recorder.pair import Taps
     from enginewire.recorder.recording import Recording
-    from enginewire.recorder.relay import Relay, Taps
+    from enginewire.recorder.relay import Relay
 
     _check_listen(args.listen)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -161,11 +164,21 @@ def record(args: argparse.Namespace, view: View) -> None:
             raise ConfigError(f"{exc.strerror}; --listen and --frontend take addresses as {DEFAULT_LISTEN}") from exc
         say(f"enginewire: engines say HELLO at {relay.address}, the frontend is at {args.frontend}; Ctrl-C ends it")
         stack.callback(lambda: say(f"enginewire: {recording.summary()}"))
-        with contextlib.suppress(KeyboardInterrupt):
-            while recording.failure is None:
-                relay.run_once(WAKE_S)
+        told_to_stop = _signals()
+        while recording.failure is None and not told_to_stop:
+            relay.run_once(WAKE_S)
     if recording.failure is not None:
         raise recording.failure
+    if signal.SIGTERM in told_to_stop:
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def _signals() -> list[int]:
+    """Return a list that SIGINT and SIGTERM append themselves to: a message is passed on and written as a whole."""
+    came: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: came.append(number))
+    return came
 
 
 def _check_listen(address: str) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from enginewire.errors import DecodeError
 from enginewire.recorder.entry import Entry, as_json, decode_schemaless, to_json
-from enginewire.recorder.reading import RAW_TYPES, SUBSCRIPTIONS, engine_of_group, payload_of
+from enginewire.recorder.kinds import RAW_TYPES, SUBSCRIPTIONS, engine_of_group, payload_of
 
 _OPEN: Final = b"[\n"
 _CLOSE: Final = b"\n]\n"

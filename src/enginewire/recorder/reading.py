@@ -16,6 +16,7 @@ import msgspec
 
 from enginewire.errors import DecodeError
 from enginewire.recorder.entry import Entry, decode_schemaless
+from enginewire.recorder.kinds import COORDINATOR_READY, SUBSCRIPTIONS, engine_of_group, payload_of, type_of
 from enginewire.recorder.naming import Namer
 from enginewire.wire.codec import (
     NOT_DECODABLE,
@@ -24,13 +25,7 @@ from enginewire.wire.codec import (
     UtilityCallDecoder,
     array_length,
 )
-from enginewire.wire.frames import (
-    ENGINE_CORE_DEAD,
-    REQUEST_TYPES,
-    engine_index_of,
-    is_death_marker,
-    may_hold_utility_output,
-)
+from enginewire.wire.frames import ENGINE_CORE_DEAD, engine_index_of
 from enginewire.wire.handshake import EngineHandshakeMetadata, HandshakeMessage
 from enginewire.wire.messages import UtilityCall
 from enginewire.wire.profile import PROFILES, V0_25, V0_32, WireProfile, decode_ready
@@ -38,26 +33,13 @@ from enginewire.wire.profile import PROFILES, V0_25, V0_32, WireProfile, decode_
 MAX_OPEN_CALLS: Final = 10_000
 """Calls whose answers are awaited; older ones are forgotten, and their answers shown without the method's name."""
 
-TYPES: Final = (
-    "HELLO", "INIT", "READY", "HANDSHAKE", "READY_RESPONSE", "ADD", "ABORT", "UTILITY", "OUTPUTS", "UTILITY_OUTPUT",
-    "ENGINE_CORE_DEAD", "SUBSCRIBE", "UNSUBSCRIBE", "COORDINATOR_READY", "START_DP_WAVE", "REPORT", "STATS",
-    "FIRST_REQ", "SCALE_ELASTIC_EP", "VALUE", "UNKNOWN",
-)  # fmt: skip
-"""Every kind of message. HANDSHAKE and UNKNOWN: nothing could be made of it."""
-
-COORDINATOR_READY: Final = b"READY"
-SUBSCRIPTIONS: Final = {b"\x00": "UNSUBSCRIBE", b"\x01": "SUBSCRIBE"}
-
-RAW_TYPES: Final = frozenset({"ENGINE_CORE_DEAD", "COORDINATOR_READY", *SUBSCRIPTIONS.values()})
-"""Their payload is not msgpack."""
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message with names.
 
     Attributes:
-        type: one of :data:`TYPES`.
+        type: one of :data:`~enginewire.recorder.kinds.TYPES`.
         content: what it says: a map of its fields by name, where there is a layout for it.
         request_ids: the requests it is about.
         call: of a utility call or its answer: the method, if known.
@@ -144,44 +126,6 @@ class Reader:
         return ""
 
 
-def type_of(entry: Entry) -> str:
-    """Find out which of :data:`TYPES` a message is, from its direction and its frames."""
-    sender, receiver, socket = entry.parties
-    payload = payload_of(entry)
-    if not payload:
-        return "UNKNOWN"
-    if socket.endswith(" payload"):  # an encoder's, not from a socket
-        return socket.removesuffix(" payload")
-    if "handshake" in socket:
-        return "INIT" if receiver == "engine" else _status(payload[0])
-    if receiver == "engine":
-        return _type_for_engine(entry, payload, is_coordinator=sender == "coordinator")
-    if receiver == "coordinator":
-        return _type_for_coordinator(payload, is_engine=sender == "engine")
-    if sender == "coordinator":
-        return "STATS"
-    if sender == "engine":
-        if is_death_marker(payload):
-            return "ENGINE_CORE_DEAD"
-        if "input" in socket:
-            return "READY_RESPONSE"
-        return "UTILITY_OUTPUT" if _is_utility_answer(payload[0]) else "OUTPUTS"
-    return "VALUE" if not sender else "FIRST_REQ"  # inside a frontend, from its client to its link
-
-
-def payload_of(entry: Entry) -> Sequence[bytes]:
-    """Return the payload and the frames of arrays after it; empty if the message ends before."""
-    first = entry.payload_frame or 0
-    if entry.frames[first : first + 1] == [b"\x02"] and "coordinator->engine" in entry.direction:
-        first += 1  # START_DP_WAVE's own type, where the payload is said to begin with it
-    return entry.frames[first:]
-
-
-def engine_of_group(group: str) -> str:
-    """Return the part of a group that is the engine's, whichever frontend it talks to."""
-    return group.partition(".frontend")[0]
-
-
 def profile_of_version(version: str | None) -> WireProfile:
     """Return the layout of a version; 0.25's where none is known, as start-up is the same in both."""
     numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version or "")
@@ -194,45 +138,11 @@ def _profile_of_full_request(payload: bytes) -> WireProfile | None:
     return next((profile for profile in PROFILES if len(profile.request.__struct_fields__) == length), None)
 
 
-def _status(payload: bytes) -> str:
-    try:
-        value = decode_schemaless(payload)
-    except DecodeError:
-        return "HANDSHAKE"
-    status = value.get("status") if isinstance(value, dict) else None
-    return status if status in ("HELLO", "READY") else "HANDSHAKE"
-
-
-def _type_for_engine(entry: Entry, payload: Sequence[bytes], *, is_coordinator: bool) -> str:
-    if is_coordinator:
-        return "COORDINATOR_READY" if payload[0] == COORDINATOR_READY else "START_DP_WAVE"
-    position = len(entry.frames) - len(payload) - 1
-    return REQUEST_TYPES.get(entry.frames[position], "UNKNOWN") if position >= 0 else "UNKNOWN"
-
-
 def _unknown_type(entry: Entry, type_: str, payload: Sequence[bytes]) -> str:
     if type_ != "UNKNOWN" or len(entry.frames) <= len(payload):
         return ""
     type_frame = entry.frames[len(entry.frames) - len(payload) - 1]
     return f"request type {type_frame[:8].hex() or 'empty'} is not known; a sound engine ignores the message"
-
-
-def _type_for_coordinator(payload: Sequence[bytes], *, is_engine: bool) -> str:
-    if (subscription := SUBSCRIPTIONS.get(bytes(payload[0]))) is not None:
-        return subscription
-    if is_engine:
-        return "REPORT"
-    return "SCALE_ELASTIC_EP" if b"SCALE_ELASTIC_EP" in payload[0] else "FIRST_REQ"
-
-
-def _is_utility_answer(payload: bytes) -> bool:
-    if not may_hold_utility_output(payload):
-        return False
-    try:
-        value = decode_schemaless(payload)
-    except DecodeError:
-        return False
-    return isinstance(value, list) and len(value) > 4 and value[4] is not None
 
 
 def _value(type_: str, payload: Sequence[bytes]) -> tuple[Any, str]:

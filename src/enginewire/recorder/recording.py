@@ -13,7 +13,8 @@ from typing import Final
 
 from enginewire.recorder.entry import Entry
 from enginewire.recorder.journal import Journal
-from enginewire.recorder.reading import Versions, type_of
+from enginewire.recorder.kinds import type_of
+from enginewire.recorder.reading import Versions
 
 MAX_UNSEEN: Final = 10_000
 """Messages that wait for a slow terminal; what comes on top is not shown. The file has it."""
