@@ -40,6 +40,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 import zmq
 
+from enginewire.wire import v0_32
 from enginewire.wire.codec import MsgpackDecoder, MsgpackEncoder, RequestDecoder
 from enginewire.wire.frames import ABORT, ADD, ENGINE_CORE_DEAD, REQUEST_TYPES, UTILITY, Buffer, engine_identity
 from enginewire.wire.handshake import EngineCoreReadyResponse, EngineHandshakeMetadata, HandshakeMessage
@@ -84,6 +85,23 @@ def mock_ready(**changes: Any) -> EngineCoreReadyResponse:
         "kv_cache_max_concurrency": 1.5625,
     }
     return EngineCoreReadyResponse(**(fields | changes))
+
+
+def mock_ready_0_32(**changes: Any) -> v0_32.EngineCoreReadyResponse:
+    """Make a ready response of vLLM 0.32."""
+    fields: dict[str, Any] = {
+        "vllm_version": "0.32.0",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "data_parallel_rank": 0,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "instance_id": "mock",
+        "supports_lora": False,
+        "max_loras": 0,
+    }
+    return v0_32.EngineCoreReadyResponse(**(msgspec.structs.asdict(mock_ready()) | fields | changes))
 
 
 _ports = itertools.count(random.randrange(10_000))
