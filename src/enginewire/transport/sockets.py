@@ -95,7 +95,7 @@ def bind_xpub(
     """Bind an XPUB that shows every subscription, repeated ones too, and return it with its resolved address."""
     socket = context.socket(zmq.XPUB)
     socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-    return socket, _bind(socket, endpoint, max_frame_bytes)
+    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, HEARTBEAT_S)
 
 
 def connect_xsub(
