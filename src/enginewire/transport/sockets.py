@@ -72,7 +72,7 @@ def bind_publisher(
     """Bind an XPUB and return it with its resolved address. It shows every subscription, also a second one."""
     socket = context.socket(zmq.XPUB)
     socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-    return socket, _bind(socket, endpoint, max_frame_bytes)
+    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, HEARTBEAT_S)
 
 
 def connect_dealer(
