@@ -10,10 +10,12 @@ from pathlib import Path
 import fake_vllm
 import psutil
 import pytest
-from command_line import DEADLINE_S, Start, descendants, wait_for_exit_of
+from command_line import DEADLINE_S, Start, descendants, error_line, read_some, run, wait_for_exit_of
 
 from enginewire import LLM, SamplingParams
 from enginewire.testing import free_tcp_port, wait_until
+
+RUN = ["run", "echo", "hello", "--engine", "vllm", "--engine-python", sys.executable]
 
 
 def headless(start: Start, port: int, folder: Path, *args: str) -> subprocess.Popen[str]:
@@ -82,6 +84,38 @@ def test_a_vllm_that_is_killed_is_dead_and_all_of_it_gone(start: Start, tmp_path
     assert line == "enginewire: error: engine 0 is dead: vLLM ended: its log does not say why"
     assert process.returncode == 1
     wait_for_exit_of([engine, launcher], DEADLINE_S)
+
+
+def test_it_is_the_engine_of_a_command_as_any_other(tmp_path: Path) -> None:
+    result = run(*RUN, "--max-tokens", "5", "--engine-args", "--dtype auto", env=fake_vllm.install(tmp_path))
+    assert result.stdout == "hello\n", result.stderr
+    assert fake_vllm.seen(tmp_path)["arguments"][-2:] == ["--dtype", "auto"]
+
+
+def test_a_command_whose_vllm_cannot_start_says_why(tmp_path: Path) -> None:
+    result = run(*RUN, "--engine-args", "--fail", env=fake_vllm.install(tmp_path))
+    assert result.returncode == 1
+    assert "engine 0 could not start: vLLM ended: ValueError: no room for the KV cache" in error_line(result)
+
+
+def test_a_vllm_that_is_killed_ends_the_stream_that_runs_there(start: Start, tmp_path: Path) -> None:
+    process = start(*RUN, "--max-tokens", "100000", env=fake_vllm.install(tmp_path))
+    read_some(process)
+    engine, launcher = engine_and_launcher(process)
+    engine.kill()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert errors.startswith("enginewire: error: engine 0 is dead: ")
+    wait_for_exit_of([engine, launcher], DEADLINE_S)
+
+
+def test_a_killed_command_leaves_no_vllm(start: Start, tmp_path: Path) -> None:
+    """C-62."""
+    process = start(*RUN, "--max-tokens", "100000", env=fake_vllm.install(tmp_path))
+    read_some(process)
+    below = engine_and_launcher(process)
+    process.kill()
+    wait_for_exit_of(list(below), DEADLINE_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
