@@ -182,8 +182,9 @@ class Lookout:
         """Take the loss of a connection for an engine's loss: outputs may be lost with it, and nobody would know."""
         for engine in link.engines:
             if engine.is_ours:
-                limit = self._config.max_frame_bytes
-                sign = f"the connection to it was lost, as by an output beyond max_frame_bytes ({limit})"
+                sign = "the connection to it was lost"
+                if not self._config.starts_vllm:  # of its two processes the one that is watched ends seconds later
+                    sign += f", as by an output beyond max_frame_bytes ({self._config.max_frame_bytes})"
                 self._expect_death(engine, sign)
             elif link.sole is None:  # whose connection it was is not known
                 self._suspect(engine, CONNECTION_LOST, now + ANSWER_S)
