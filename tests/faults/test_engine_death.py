@@ -172,7 +172,7 @@ def test_a_process_that_just_exits_leaves_its_status() -> None:
     [
         (
             EngineZmqAddresses(inputs=["ipc:///x"], outputs=["ipc:///y"], coordinator_input="ipc:///z"),
-            "EngineStartupError: coordinator not supported yet",
+            "EngineStartupError: INIT must give both addresses of the coordinator, or none",
         ),
         (EngineZmqAddresses(inputs=[], outputs=[]), "EngineStartupError: INIT must give as many input as output"),
         (EngineZmqAddresses(inputs=["ipc:///x"], outputs=[]), "EngineStartupError: INIT must give as many input"),

@@ -13,6 +13,7 @@ from typing import Any
 from enginewire.engine.executor import Executor, ExecutorCapacity
 from enginewire.errors import InvalidRequestError, ModelError
 from enginewire.executors import EchoExecutor
+from enginewire.executors.lock_step import LockStepEchoExecutor
 from enginewire.wire.capabilities import Capabilities
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreRequest
 
@@ -135,3 +136,9 @@ class Misbehaves(Executor):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Fail, as a device would."""
         raise RuntimeError("the cache cannot be reset")
+
+
+class LockStepHoldsGil(LockStepEchoExecutor):
+    """Ranks in lock-step whose executors run in processes of their own."""
+
+    holds_gil = True

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from enginewire.engine.admission import Request
 from enginewire.engine.core import EngineCore
-from enginewire.engine.step import StepOutput, error_output, run_step, synthetic_outputs
+from enginewire.engine.frontends import COORDINATOR
+from enginewire.engine.step import StepInput, StepOutput, error_output, run_step, synthetic_outputs
 from enginewire.engine.utilities import SHUTTING_DOWN, UTILITIES, Answered, failure_text, invoke_utility
 from enginewire.errors import DuplicateRequestIdError, InvalidRequestError
 from enginewire.wire.messages import (
@@ -27,6 +28,7 @@ from enginewire.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    SchedulerStats,
     UtilityCall,
     UtilityOutput,
     utility_output,
@@ -47,6 +49,8 @@ class EventKind(Enum):
     """A list of request ids."""
     FRONTEND_LOST = auto()
     """A client index: nobody is there any more who would want what its requests bring."""
+    START_WAVE = auto()
+    """The coordinator says that ranks in lock-step are to run: the wave, and the rank that knows already, if any."""
     UTILITY = auto()
     """A :class:`UtilityCall` that is not answered at once."""
     STEP_DONE = auto()
@@ -86,6 +90,7 @@ class BusyLoop:
         events: filled by other threads and signal handlers.
         send: see :class:`Send`.
         child: the core's executor, if it runs in a process of its own.
+        reports_load: tell the coordinator whenever there is more or less to do.
     """
 
     def __init__(
@@ -94,14 +99,19 @@ class BusyLoop:
         events: Events,
         send: Send,
         child: ExecutorProcess | None = None,
+        *,
+        reports_load: bool = False,
     ) -> None:
         self.phase = Phase.RUNNING
+        self.num_stops = 0
+        """How often it was told to stop, handled or not."""
         self.is_step_in_flight = False
         """In the child."""
         self._core = core
         self._events = events
         self._send = send
         self._child = child
+        self._reports_load = reports_load
         self._backlog: deque[Event] = deque()
         """Events that wait for the end of the step during which they came, in order."""
         self._drain_deadline: float | None = None
@@ -109,6 +119,7 @@ class BusyLoop:
             EventKind.ADD: self._on_add,
             EventKind.ABORT: self._on_abort,
             EventKind.FRONTEND_LOST: self._on_frontend_lost,
+            EventKind.START_WAVE: self._on_start_wave,
             EventKind.UTILITY: self._on_utility,
             EventKind.STEP_DONE: self._on_step_done,
             EventKind.STOP: self._on_stop,
@@ -122,6 +133,11 @@ class BusyLoop:
             if self._goes_on():
                 self._advance()
         self._flush_synthetic()
+
+    def stop(self) -> None:
+        """Tell it to stop: to drain or abort as configured, and the second time to abort. Safe in a signal handler."""
+        self.num_stops += 1
+        self._events.put((EventKind.STOP, None))
 
     def refuse_the_rest(self) -> None:
         """Answer what is still queued after :meth:`run` and once nobody can queue any more."""
@@ -141,7 +157,7 @@ class BusyLoop:
         """Handle what has happened; wait for something to happen if there is nothing to do meanwhile."""
         if not self.is_step_in_flight:
             self._handle_backlog()
-        if self.is_step_in_flight or not self._core.scheduler.has_work():
+        if self.is_step_in_flight or not self._has_work():
             self._flush_synthetic()
             try:
                 kind, argument = self._events.get(timeout=self._seconds_to_drain())
@@ -158,14 +174,26 @@ class BusyLoop:
             kind, argument = self._backlog.popleft()
             self._handlers[kind](argument)
 
+    def _has_work(self) -> bool:
+        return self._core.scheduler.has_work()
+
     def _advance(self) -> None:
         """Do a step, or start one, if there is one to do."""
         self._flush_synthetic()
+        if self._reports_load:
+            self._report_load()
         if self.is_step_in_flight:
             return
         step_input = self._core.schedule()
         if step_input is None:
-            return
+            self._have_no_step()
+        else:
+            self._carry_out(step_input)
+
+    def _have_no_step(self) -> None:
+        """Do nothing: there is nothing to do until something arrives."""
+
+    def _carry_out(self, step_input: StepInput) -> None:
         if self._child is not None:
             self.is_step_in_flight = True
             self._child.start_step(step_input)
@@ -190,7 +218,18 @@ class BusyLoop:
     def _finish_step(self, result: StepOutput) -> None:
         for client_index, message in self._core.update(result).items():
             self._send(client_index, message)
+        if self._reports_load:
+            self._report_load()
         self._core.post_step()
+
+    def _report_load(self) -> None:
+        """Tell the coordinator what there is to do if that has changed (defect 15)."""
+        if (stats := self._core.scheduler.load_change()) is not None:
+            self._complete_load(stats)
+            self._send(COORDINATOR, EngineCoreOutputs(scheduler_stats=stats))
+
+    def _complete_load(self, stats: SchedulerStats) -> None:
+        """Add what a coordinator orders reports by: nothing, as engines that do not step together have no order."""
 
     def _flush_synthetic(self) -> None:
         for client_index, message in self._core.scheduler.take_synthetic().items():
@@ -255,6 +294,9 @@ class BusyLoop:
             else:
                 self._abort_all("told to stop")
 
+    def _on_start_wave(self, told: tuple[int, int | None]) -> None:
+        """Do nothing: this engine steps when it has something to do."""
+
     def _on_failed(self, exc: BaseException) -> None:
         raise exc
 
@@ -312,6 +354,10 @@ class BusyLoop:
         """Queue the end of a frontend."""
         self._events.put((EventKind.FRONTEND_LOST, client_index))
         self._send(client_index, EngineCoreOutputs())  # of nothing: lets go of what waits to be sent to it
+
+    def receive_start_wave(self, wave: int, excluded: int | None) -> None:
+        """Queue the coordinator's word."""
+        self._events.put((EventKind.START_WAVE, (wave, excluded)))
 
     def refuse_request(self, request_id: str, client_index: int, why: InvalidRequestError) -> None:
         """Answer a request with an ERROR output."""

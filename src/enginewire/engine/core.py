@@ -32,6 +32,7 @@ class EngineCore:
         config: the settings; not changed.
         executor_class: makes the executor, which loads the model.
         log_stats: report statistics with the outputs.
+        reports_load: a coordinator is told what this engine has to do, and frontends which requests have ended.
 
     Attributes:
         executor: the executor.
@@ -44,7 +45,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, executor_class: Callable[[EngineConfig], Executor], log_stats: bool = True
+        self,
+        config: EngineConfig,
+        executor_class: Callable[[EngineConfig], Executor],
+        log_stats: bool = True,
+        *,
+        reports_load: bool = False,
     ) -> None:
         self.config = config
         self.executor = executor_class(config)
@@ -64,11 +70,14 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             policy=config.scheduling_policy,
             log_stats=log_stats,
+            reports_load=reports_load,
         )
         self._is_asleep = self.executor.is_sleeping
         """As of the last call; for other threads, as the executor itself is called by one thread only."""
         self._pauses: list[tuple[Future[None], Callable[[], None]]] = []
         """Pauses that wait for running requests to end, each with what is to be done then."""
+        self.pauses_need_agreement = False
+        """Pauses are complete when all ranks in lock-step are ready for them; see :class:`LockStepLoop`."""
         self.step_fn = self.step
 
     def shutdown(self) -> None:
@@ -132,8 +141,21 @@ class EngineCore:
 
     def post_step(self) -> None:
         """Do what had to wait for a step's outputs to be on their way: complete pauses whose requests have ended."""
-        if not self._pauses or self.scheduler.num_running:
-            return
+        if self._pauses and not self.pauses_need_agreement and not self.scheduler.num_running:
+            self.complete_pauses()
+
+    @property
+    def has_pending_pause(self) -> bool:
+        """Whether somebody waits for a pause."""
+        return bool(self._pauses)
+
+    @property
+    def is_ready_to_pause(self) -> bool:
+        """Whether nothing runs that a pause has to wait for."""
+        return self.scheduler.pause_state is PauseState.PAUSED_ALL or not self.scheduler.num_running
+
+    def complete_pauses(self) -> None:
+        """Do what was to be done in the pauses, and tell those who wait for them."""
         self._forget_aborted()
         pauses, self._pauses = self._pauses, []
         for future, then in pauses:
@@ -211,9 +233,12 @@ class EngineCore:
 
         Raises:
             ValueError: the executor is asleep.
+            RuntimeError: ranks in lock-step have not agreed yet on a pause: some would go on, and some not.
         """
         if self._is_asleep:
             raise ValueError("the executor is asleep; call wake_up")
+        if self._pauses and self.pauses_need_agreement:
+            raise RuntimeError("resume_scheduler called while pause is still in flight; wait for its answer")
         self.fail_pauses("the scheduler was resumed before the pause was complete")
         self.scheduler.pause_state = PauseState.UNPAUSED
 
@@ -268,7 +293,7 @@ class EngineCore:
         if mode == "abort":
             self.scheduler.abort_all()
         self.scheduler.pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
-        if mode == "wait" and self.scheduler.num_running:
+        if self.pauses_need_agreement or (mode == "wait" and self.scheduler.num_running):
             future: Future[None] = Future()
             self._pauses.append((future, then))
             return future

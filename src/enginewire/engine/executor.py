@@ -88,6 +88,13 @@ class Executor(ABC):
     Such an executor runs in a child process of the engine's, so that messages are answered while it steps.
     """
 
+    lock_step: ClassVar[bool] = False
+    """Whether data parallel ranks of this executor meet in every step, as mixture-of-experts models do.
+
+    Then a rank without work is given :meth:`execute_dummy_batch` as long as another has any, all rest and wake
+    together, and pauses are agreed on (:mod:`enginewire.engine.waves`). Alone it is an executor like any other.
+    """
+
     capabilities: Capabilities = Capabilities()
     capacity: ExecutorCapacity
 
@@ -164,6 +171,15 @@ class Executor(ABC):
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         """Write the weights to a folder."""
         raise self._not_offered("save_sharded_state")
+
+    def join_group(self, rank: int, parallel_config: dict[str, Any]) -> None:  # noqa: B027 - most have no group
+        """Meet the other ranks, before the first step; for executors in lock-step.
+
+        Args:
+            rank: of this one, 0 … ``data_parallel_size`` - 1.
+            parallel_config: ``data_parallel_size``, ``data_parallel_master_ip``, ``data_parallel_master_port`` and
+                ``_data_parallel_master_port_list``, of which the engine uses the last port for itself.
+        """
 
     def execute_dummy_batch(self) -> None:
         """Run a step without requests (lock-step engines)."""

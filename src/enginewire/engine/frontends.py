@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from enginewire.errors import DecodeError
 from enginewire.wire.codec import array_length
 from enginewire.wire.frames import Buffer
 from enginewire.wire.profile import V0_25, WireProfile, is_complete_request, profile_of_request
+
+COORDINATOR: Final = -1
+"""The client index of the coordinator, where there is one. Its address stands behind those of the frontends."""
 
 
 class Frontend:

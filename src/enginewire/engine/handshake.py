@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import zmq
+from msgspec import UNSET, UnsetType
 
 from enginewire._version import __version__
 from enginewire.engine.core import EngineCore
 from enginewire.errors import DecodeError, EngineStartupError
+from enginewire.transport.peers import ConnectionWatch
 from enginewire.transport.sockets import connect_dealer
 from enginewire.wire import v0_32
 from enginewire.wire.capabilities import EngineInfo
@@ -52,9 +54,12 @@ class Handshake:
             self._socket = connect_dealer(context, address, engine_identity(engine_index), MAX_INIT_BYTES)
         except OSError as exc:
             raise self._error(f"the handshake failed: {exc}") from exc
+        self._watch = ConnectionWatch(self._socket)
 
-    def hello(self, timeout_s: float = INIT_TIMEOUT_S) -> EngineZmqAddresses:
-        """Say HELLO and wait for INIT: the frontends' addresses.
+    def hello(self, timeout_s: float = INIT_TIMEOUT_S) -> EngineHandshakeMetadata:
+        """Say HELLO and wait for INIT: whom to connect to, and what ranks in lock-step have to know of each other.
+
+        HELLO is said again to whoever answers at the address after the first one is gone.
 
         Raises:
             EngineStartupError: no answer in time, or one that cannot be followed.
@@ -62,34 +67,43 @@ class Handshake:
         self._say("HELLO")
         deadline = time.monotonic() + timeout_s
         while not self._socket.poll(SIGNAL_CHECK_MS):
+            if False in self._watch.changes():  # this HELLO, or the answer to it, died with the frontend
+                self._say("HELLO")
             if time.monotonic() >= deadline:
                 raise self._error(f"no response from the frontend at {self._address} within {timeout_s:g} s")
         frames = self._socket.recv_multipart()
         try:
-            addresses = MsgpackDecoder(EngineHandshakeMetadata).decode(frames[-1:]).addresses
+            init = MsgpackDecoder(EngineHandshakeMetadata).decode(frames[-1:])
         except DecodeError as exc:
             raise self._error(f"the frontend's INIT message: {exc}") from exc
-        if addresses.coordinator_input is not None or addresses.coordinator_output is not None:
-            raise self._error("coordinator not supported yet")
+        addresses = init.addresses
+        if (addresses.coordinator_input is None) is not (addresses.coordinator_output is None):
+            raise self._error("INIT must give both addresses of the coordinator, or none; got one")
         if not addresses.inputs or len(addresses.inputs) != len(addresses.outputs):
             raise self._error(
                 "INIT must give as many input as output addresses, at least one; "
                 f"got {len(addresses.inputs)} and {len(addresses.outputs)}"
             )
-        return addresses
+        return init
 
-    def ready(self) -> None:
-        """Say READY. The last word on this socket."""
-        self._say("READY")
+    def ready(self, parallel_config_hash: str | UnsetType = UNSET) -> None:
+        """Say READY, ranks in lock-step with the hash of their configuration. The last word on this socket."""
+        self._say("READY", parallel_config_hash)
+        self._watch.close()
         self._socket.close(LINGER_MS)
 
     def close(self) -> None:
         """Close without another word. Idempotent."""
-        self._socket.close(0)
+        if not self._socket.closed:
+            self._watch.close()
+            self._socket.close(0)
 
-    def _say(self, status: str) -> None:
+    def _say(self, status: Literal["HELLO", "READY"], parallel_config_hash: str | UnsetType = UNSET) -> None:
         message = HandshakeMessage(
-            status="HELLO" if status == "HELLO" else "READY", local=self._local, headless=self._headless
+            status=status,
+            local=self._local,
+            headless=self._headless,
+            parallel_config_hash=parallel_config_hash,
         )
         self._socket.send(msgspec.msgpack.encode(message))
 
@@ -98,11 +112,17 @@ class Handshake:
 
 
 def ready_response(
-    core: EngineCore, executor_name: str, engine_index: int, addresses: EngineZmqAddresses, told: WireProfile | None
+    core: EngineCore,
+    executor_name: str,
+    engine_index: int,
+    addresses: EngineZmqAddresses,
+    told: WireProfile | None,
+    num_ranks: int = 1,
 ) -> bytes:
     """Make the message that tells a frontend what the engine turned out to be.
 
     Without a ``told`` layout it has every key of both versions: frontends of 0.25 ignore what they do not know.
+    ``num_ranks`` counts those in lock-step with this one, itself included.
     """
     capacity = core.capacity
     capabilities = core.capabilities
@@ -115,6 +135,7 @@ def ready_response(
         dp_stats_address=addresses.frontend_stats_publish_address,
         dtype=capacity.dtype,
         vllm_version=profile.vllm_version,
+        data_parallel_size=num_ranks,
         kv_cache_size_tokens=tokens or None,
         kv_cache_max_concurrency=tokens / core.max_model_len if tokens else None,
         enginewire=EngineInfo(

@@ -16,12 +16,22 @@ from typing import Any, Final, Protocol
 import zmq
 
 from enginewire.config import EngineConfig
-from enginewire.engine.frontends import Frontend
+from enginewire.engine.frontends import COORDINATOR, Frontend
 from enginewire.errors import DecodeError, InvalidRequestError
 from enginewire.transport.peers import ConnectionWatch
-from enginewire.transport.sockets import connect_dealer, inproc_pair
+from enginewire.transport.sockets import connect_dealer, connect_xsub, inproc_pair
 from enginewire.wire.codec import MsgpackDecoder, RequestDecoder, UtilityCallDecoder
-from enginewire.wire.frames import ABORT, ADD, REQUEST_TYPES, UTILITY, engine_identity
+from enginewire.wire.frames import (
+    ABORT,
+    ADD,
+    ALL_ENGINES_LISTEN,
+    REQUEST_TYPES,
+    START_DP_WAVE,
+    SUBSCRIBE_ALL,
+    UTILITY,
+    engine_identity,
+    engine_index_of,
+)
 from enginewire.wire.messages import EngineCoreRequest, UtilityCall, UtilityOutput, utility_output
 from enginewire.wire.profile import PROFILES, V0_25
 
@@ -29,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN: Final = 64
 """Messages read from one socket before the others get their turn."""
+
+Actions = dict[zmq.Socket[bytes], Callable[[], None]]
 
 
 class Receiver(Protocol):
@@ -42,6 +54,9 @@ class Receiver(Protocol):
 
     def receive_utility(self, call: UtilityCall) -> None:
         """Take a UTILITY."""
+
+    def receive_start_wave(self, wave: int, excluded: int | None) -> None:
+        """Take a coordinator's START_DP_WAVE; the excluded rank has started already."""
 
     def frontend_lost(self, client_index: int) -> None:
         """Learn that a client is gone, and wants nothing any more."""
@@ -63,6 +78,7 @@ class InputThread(threading.Thread):
         addresses: of the frontends' ROUTERs; position is the client index.
         frontends: whose they are, in the same order.
         ready: the ready response.
+        coordinator: address of the coordinator's publisher, if there is one.
         watch: notice frontends that are gone. Not needed for one whose end is this process's end.
     """
 
@@ -76,6 +92,7 @@ class InputThread(threading.Thread):
         config: EngineConfig,
         receiver: Receiver,
         *,
+        coordinator: str | None = None,
         watch: bool = False,
     ) -> None:
         super().__init__(name="engine-input", daemon=True)
@@ -88,11 +105,15 @@ class InputThread(threading.Thread):
         self._max_frames = config.max_frames
         self._receiver = receiver
         self._watch = watch
+        self._coordinator = coordinator
+        self._waves = MsgpackDecoder[Any](tuple[int, int | bytes | None])
         self._requests = {profile: RequestDecoder(profile.request) for profile in PROFILES}
         self._calls = UtilityCallDecoder(allow_pickle=config.allow_pickle)
         self._aborts = MsgpackDecoder[Any](list[str] | str)  # type: ignore[arg-type]  # a union is a form, not a type
         self.connected = threading.Event()
         """The sockets exist and the ready response is on its way."""
+        self.all_listen = threading.Event()
+        """The coordinator says that every engine listens to it."""
         self._stopper, self._stopped = inproc_pair(context, "stop-input")
 
     def stop(self) -> None:
@@ -109,29 +130,39 @@ class InputThread(threading.Thread):
         sockets: list[zmq.Socket[bytes]] = []
         watches: list[ConnectionWatch] = []
         try:
-            for address in self._addresses:
-                socket = connect_dealer(self._context, address, self._identity, self._max_frame_bytes)
-                sockets.append(socket)
-                if self._watch:
-                    watches.append(ConnectionWatch(socket))
-                socket.send(self._ready)
+            actions = self._connect(sockets, watches)
             self.connected.set()
-            self._read(sockets, watches)
+            self._read(actions)
         except BaseException as exc:  # noqa: BLE001 - an engine without ears must not look alive
             self._receiver.thread_failed(exc)
         finally:
             self.connected.set()
+            self.all_listen.set()
             for watch in watches:
                 watch.close()
             for socket in (self._stopped, *sockets):
                 socket.close()
 
-    def _read(self, sockets: list[zmq.Socket[bytes]], watches: list[ConnectionWatch]) -> None:
-        actions: dict[zmq.Socket[bytes], Callable[[], None]] = {}
-        for client_index, socket in enumerate(sockets):
+    def _connect(self, sockets: list[zmq.Socket[bytes]], watches: list[ConnectionWatch]) -> Actions:
+        """Make the sockets, and return what is to be done when they are readable."""
+        actions: Actions = {}
+        if self._coordinator is not None:  # first: it waits for all engines, and they for it
+            publisher = connect_xsub(self._context, self._coordinator, self._max_frame_bytes, self._identity)
+            sockets.append(publisher)
+            publisher.send(SUBSCRIBE_ALL)
+            actions[publisher] = partial(self._drain, publisher, COORDINATOR)
+        for client_index, address in enumerate(self._addresses):
+            socket = connect_dealer(self._context, address, self._identity, self._max_frame_bytes)
+            sockets.append(socket)
             actions[socket] = partial(self._drain, socket, client_index)
-        for client_index, watch in enumerate(watches):
-            actions[watch.socket] = partial(self._look_at, watch, sockets[client_index], client_index)
+            if self._watch:
+                watch = ConnectionWatch(socket)
+                watches.append(watch)
+                actions[watch.socket] = partial(self._look_at, watch, socket, client_index)
+            socket.send(self._ready)
+        return actions
+
+    def _read(self, actions: Actions) -> None:
         poller = zmq.Poller()
         for socket in (self._stopped, *actions):
             poller.register(socket, zmq.POLLIN)
@@ -167,6 +198,9 @@ class InputThread(threading.Thread):
 
     def handle(self, frames: Sequence[bytes], client_index: int) -> None:
         """Take one message off the socket of ``client_index``."""
+        if client_index == COORDINATOR:
+            self._coordinator_says(frames)
+            return
         kind, body = frames[0], frames[1:]
         if not body or len(body) > self._max_frames or kind not in REQUEST_TYPES:
             name = REQUEST_TYPES.get(kind, f"type {kind[:4].hex() or '(empty)'}")
@@ -179,6 +213,21 @@ class InputThread(threading.Thread):
             self._utility(body, client_index)
         else:
             logger.warning("client_index=%d sent START_DP_WAVE, a coordinator's message; dropped", client_index)
+
+    def _coordinator_says(self, frames: Sequence[bytes]) -> None:
+        if list(frames) == [ALL_ENGINES_LISTEN]:
+            self.all_listen.set()
+            return
+        try:
+            if frames[0] != START_DP_WAVE:
+                raise DecodeError("neither READY nor START_DP_WAVE")
+            wave, excluded = self._waves.decode(frames[1:])
+            if isinstance(excluded, bytes):  # as the reference's frontends send it (defect 9)
+                excluded = engine_index_of(excluded)
+        except DecodeError as exc:
+            logger.warning("the coordinator sent what cannot be read; dropped: %s", exc)
+        else:
+            self._receiver.receive_start_wave(wave, excluded)
 
     def _add(self, body: Sequence[bytes], client_index: int) -> None:
         try:

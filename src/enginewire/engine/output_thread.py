@@ -35,7 +35,7 @@ class OutputThread(threading.Thread):
     """Sends messages to frontends in the order they were put.
 
     Args:
-        addresses: of the frontends' PULLs; position is the client index.
+        addresses: of the frontends' PULLs; position is the client index. The coordinator's, if there is one, is last.
         frontends: whose they are, in the same order.
     """
 
@@ -46,11 +46,14 @@ class OutputThread(threading.Thread):
         frontends: Sequence[Frontend],
         engine_index: int,
         config: EngineConfig,
+        *,
+        has_coordinator: bool = False,
     ) -> None:
         super().__init__(name="engine-output", daemon=True)
         self._context = context
         self._addresses = list(addresses)
         self._frontends = frontends
+        self._num_clients = len(addresses) - has_coordinator
         self._engine_index = engine_index
         self._encoder = MsgpackEncoder(zero_copy_threshold=config.zero_copy_threshold, allow_pickle=config.allow_pickle)
         self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = queue.SimpleQueue()
@@ -83,7 +86,7 @@ class OutputThread(threading.Thread):
             num_losses = [0] * len(sockets)
             while (item := self._queue.get()) is not None:
                 if isinstance(item, bytes):
-                    for socket in sockets:
+                    for socket in sockets[: self._num_clients]:
                         socket.send(item)
                     break
                 client_index, message, method = item
@@ -132,4 +135,4 @@ def concerns_somebody(message: EngineCoreOutputs) -> bool:
 
     The rest is little: all its requests are aborted. It learns so if it comes back without having noticed.
     """
-    return bool(message.outputs) or message.utility_output is not None
+    return bool(message.outputs) or message.utility_output is not None or message.wave_complete is not None

@@ -5,6 +5,7 @@ The main thread decides (``busy_loop``), the input thread reads and checks, the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import queue
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import zmq
+from msgspec import UNSET
 
 from enginewire.config import EngineConfig
 from enginewire.engine.busy_loop import BusyLoop, EventKind, Events
@@ -21,10 +23,13 @@ from enginewire.engine.executor import Executor
 from enginewire.engine.frontends import Frontend
 from enginewire.engine.handshake import INIT_TIMEOUT_S, Handshake, ready_response
 from enginewire.engine.input_thread import InputThread
+from enginewire.engine.lock_step import LockStepLoop
 from enginewire.engine.output_thread import OutputThread
+from enginewire.engine.ranks import ParallelConfig, RankGroup
 from enginewire.engine.registry import load_executor_class
 from enginewire.engine.spec import EngineSpec, describe
 from enginewire.engine.step import StepOutput
+from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses
 from enginewire.wire.profile import profile_named
 
 if TYPE_CHECKING:
@@ -34,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 30.0
 """How long connecting sockets may take; it needs no peer, so more means that this host is stuck."""
+
+SIGNAL_CHECK_S: Final = 0.5
+"""How often waiting is interrupted: a signal that comes just before it begins does not end it."""
 
 
 class StoppedWhileStarting(BaseException):
@@ -59,7 +67,8 @@ class EngineCoreProc:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events: Events = queue.SimpleQueue()
         self._child: ExecutorProcess | None = None
-        self._handshake: Handshake | None = None
+        self._handshakes: list[Handshake] = []
+        self._group: RankGroup | None = None
         self._input: InputThread | None = None
         self._output: OutputThread | None = None
         self._loop: BusyLoop | None = None
@@ -75,34 +84,104 @@ class EngineCoreProc:
             Exception: whatever the executor raises.
         """
         spec = self.spec
-        self._handshake = Handshake(
-            self._context, spec.handshake_address, spec.engine_index, local=spec.local, headless=spec.headless
-        )
-        # A headless engine may be started long before its frontend.
-        addresses = self._handshake.hello(math.inf if spec.headless else INIT_TIMEOUT_S)
+        init = self._shake_hands()
+        addresses = init.addresses
         executor_class = load_executor_class(spec)
+        group = self._join(init) if executor_class.lock_step else None
+        reports_load = addresses.coordinator_output is not None and not spec.config.data_parallel_external_lb
         logger.info("loading model=%s executor=%s", spec.config.model, executor_class.__qualname__)
         began = time.monotonic()
         make_executor = self._start_child if executor_class.holds_gil else executor_class
-        self.core = core = EngineCore(spec.config, make_executor, spec.log_stats)
+        self.core = core = EngineCore(spec.config, make_executor, spec.log_stats, reports_load=reports_load)
         logger.info("loaded in %.2f s, max_model_len=%d", time.monotonic() - began, core.max_model_len)
-        told = None if spec.config.wire_version is None else profile_named(spec.config.wire_version)
-        frontends = [Frontend(told) for _ in addresses.inputs]
-        index = spec.engine_index
-        self._output = output = OutputThread(self._context, addresses.outputs, frontends, index, spec.config)
-        loop = BusyLoop(core, self._events, output.put, self._child)
-        ready = ready_response(core, executor_class.__qualname__, index, addresses, told)
-        # A process that was started by its only frontend ends with it: the lifeline sees to that.
-        watch = not spec.local or len(frontends) > 1
+        if group is not None:
+            core.executor.join_group(group.rank, init.parallel_config)
+        elif init.parallel_config:
+            logger.info("INIT's parallel_config is ignored: this executor has no ranks that step together")
+        self._connect(core, executor_class.__qualname__, addresses, group, reports_load=reports_load)
+        ready_hash = UNSET if group is None else spec.parallel_config_hash or deployment_hash(spec, group.size)
+        for handshake in reversed(self._handshakes):  # this node's frontend first (protocol B.6)
+            handshake.ready(ready_hash)
+        logger.info("ready")
+
+    def _shake_hands(self) -> EngineHandshakeMetadata:
+        """Say HELLO, and return what INIT says; where there are two, it is put together of both (protocol B.6)."""
+        spec = self.spec
+        # A headless engine may be started long before its frontend.
+        timeout_s = math.inf if spec.headless else INIT_TIMEOUT_S
+        if not spec.client_handshake_address:
+            return self._hello(spec.handshake_address, timeout_s, local=spec.local, headless=spec.headless)
+        init = self._hello(spec.handshake_address, timeout_s, local=False, headless=False)
+        own = self._hello(spec.client_handshake_address, timeout_s, local=spec.local, headless=spec.headless)
+        init.addresses.inputs, init.addresses.outputs = own.addresses.inputs, own.addresses.outputs
+        return init
+
+    def _hello(self, address: str, timeout_s: float, *, local: bool, headless: bool) -> EngineHandshakeMetadata:
+        handshake = Handshake(self._context, address, self.spec.engine_index, local=local, headless=headless)
+        self._handshakes.append(handshake)
+        return handshake.hello(timeout_s)
+
+    def _join(self, init: EngineHandshakeMetadata) -> RankGroup | None:
+        """Meet the other ranks, if there are any."""
+        parallel = ParallelConfig.from_init(init.parallel_config)
+        if parallel is None:
+            return None
+        rank = self.spec.engine_index
+        logger.info("meeting %d ranks at %s:%d", parallel.size, parallel.host, parallel.port)
+        self._group = RankGroup(rank, parallel.size, parallel.host, parallel.port, self.spec.config.ready_timeout_s)
+        return self._group
+
+    def _connect(
+        self,
+        core: EngineCore,
+        executor_name: str,
+        addresses: EngineZmqAddresses,
+        group: RankGroup | None,
+        *,
+        reports_load: bool,
+    ) -> None:
+        """Start the threads and wait until all engines are there."""
+        spec, config = self.spec, self.spec.config
+        coordinator = addresses.coordinator_output
+        outputs = addresses.outputs if coordinator is None else [*addresses.outputs, coordinator]
+        told = None if config.wire_version is None else profile_named(config.wire_version)
+        frontends = [Frontend(told) for _ in outputs]
+        self._output = output = OutputThread(
+            self._context, outputs, frontends, spec.engine_index, config, has_coordinator=coordinator is not None
+        )
+        loop = BusyLoop(core, self._events, output.put, self._child, reports_load=reports_load)
+        if group is not None:
+            loop = LockStepLoop(
+                core,
+                self._events,
+                output.put,
+                self._child,
+                reports_load=reports_load,
+                group=group,
+                has_coordinator=coordinator is not None,
+            )
+        num_ranks = 1 if group is None else group.size
+        ready = ready_response(core, executor_name, spec.engine_index, addresses, told, num_ranks)
         self._input = InputThread(
-            self._context, addresses.inputs, frontends, index, ready, spec.config, loop, watch=watch
+            self._context,
+            addresses.inputs,
+            frontends,
+            spec.engine_index,
+            ready,
+            config,
+            loop,
+            coordinator=addresses.coordinator_input,
+            # A process that was started by its only frontend ends with it: the lifeline sees to that.
+            watch=not spec.local or len(addresses.inputs) > 1,
         )
         output.start_for(loop)
         self._input.start()
         self._input.connected.wait(CONNECT_TIMEOUT_S)
+        if coordinator is not None:
+            logger.info("waiting for the other engines")
+            while not self._input.all_listen.wait(SIGNAL_CHECK_S):
+                pass  # the handler of a signal has run, if there was one
         self._loop = loop
-        self._handshake.ready()
-        logger.info("ready")
 
     def run_busy_loop(self) -> None:
         """Serve until told to stop; returns when every request is answered.
@@ -129,8 +208,8 @@ class EngineCoreProc:
         self._stop_input()
         if self._output is not None:
             self._output.stop()
-        if self._handshake is not None:
-            self._handshake.close()
+        for handshake in self._handshakes:
+            handshake.close()
         try:
             if self._child is not None and self._loop is not None and self._loop.is_step_in_flight:
                 self._child.shutdown(wait=False)  # nobody wants that step's result
@@ -138,6 +217,8 @@ class EngineCoreProc:
                 self.core.shutdown()
         except Exception:
             logger.exception("the executor's shutdown failed")
+        if self._group is not None:
+            self._group.close()
         self._context.term()
 
     def request_shutdown(self) -> None:
@@ -150,7 +231,7 @@ class EngineCoreProc:
             return
         if self._loop is None:
             raise StoppedWhileStarting
-        self._events.put((EventKind.STOP, None))  # a SimpleQueue's put is safe in a signal handler
+        self._loop.stop()
 
     def wake(self) -> None:
         """Make the main thread look up, so that it runs pending signal handlers. For any thread."""
@@ -171,3 +252,9 @@ class EngineCoreProc:
         if self._input is not None:
             self._input.stop()
             self._input = None
+
+
+def deployment_hash(spec: EngineSpec, num_ranks: int) -> str:
+    """Make what ranks in lock-step say in READY, so that their frontend notices two that do not belong together."""
+    said = f"{spec.config.model}\n{spec.executor}\n{num_ranks}"
+    return hashlib.sha256(said.encode()).hexdigest()

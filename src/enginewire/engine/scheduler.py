@@ -59,11 +59,16 @@ class Scheduler:
         max_num_seqs: most requests in the executor at once.
         policy: order of those that wait.
         log_stats: report statistics and events.
+        reports_load: keep what a coordinator wants to know (:meth:`load_change`), and list to clients what has ended.
     """
 
-    def __init__(self, *, max_num_seqs: int, policy: SchedulingPolicy, log_stats: bool = True) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, policy: SchedulingPolicy, log_stats: bool = True, reports_load: bool = False
+    ) -> None:
         self._max_num_seqs = max_num_seqs
         self._log_stats = log_stats
+        self._reports_load = reports_load
+        self._needs_stats = log_stats or reports_load
         self._waiting = AdmissionQueue(policy)
         self._running: dict[str, Request] = {}
         self._aborts: list[str] = []
@@ -74,6 +79,12 @@ class Scheduler:
         self._next_report = 0.0
         self._cache_was_reset = False
         self._synthetic: dict[int, list[EngineCoreOutput]] = {}
+        self._finished: dict[int, list[str]] = {}
+        """Ids that ended and whose clients have not been told in a list."""
+        self._executor_stats = ExecutorStats()
+        """The last ones."""
+        self._load: tuple[int, int, float] = (0, 0, 0.0)
+        """As the coordinator knows it."""
         self.pause_state = PauseState.UNPAUSED
         self.step_counter = 0
 
@@ -128,7 +139,9 @@ class Scheduler:
                 if request is None:
                     continue
                 self._aborts.append(request_id)
-            self._report_due = self._log_stats
+            self._report_due = self._needs_stats
+            if self._reports_load and not tell_clients:  # what synthetic outputs end, they list themselves
+                self._finished.setdefault(request.client_index, []).append(request_id)
             if tell_clients:
                 output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
                 self._synthetic.setdefault(request.client_index, []).append(output)
@@ -153,8 +166,10 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether :meth:`schedule` has anything to say."""
-        if self._aborts or self._report_due:
-            return True
+        return bool(self._aborts) or self._report_due or self.has_steps()
+
+    def has_steps(self) -> bool:
+        """Whether requests are there for a step to advance."""
         if self.pause_state is PauseState.UNPAUSED:
             return bool(self._running or self._waiting)
         return self.pause_state is PauseState.PAUSED_NEW and bool(self._running)
@@ -172,7 +187,7 @@ class Scheduler:
         step = bool(self._running) and self.pause_state is not PauseState.PAUSED_ALL
         if not (step or self._aborts or self._report_due):
             return None
-        return StepInput(self.take_aborts(), adds, step, self._log_stats and self._is_report_due())
+        return StepInput(self.take_aborts(), adds, step, self._needs_stats and self._is_report_due())
 
     def _is_report_due(self) -> bool:
         counts, now = (len(self._running), len(self._waiting)), time.monotonic()
@@ -200,7 +215,9 @@ class Scheduler:
                     self._apply(stop, output)
             if output.finish_reason is not None:
                 del running[output.request_id]
-                self._report_due = self._log_stats
+                if self._reports_load:
+                    self._finished.setdefault(request.client_index, []).append(output.request_id)
+                self._report_due = self._needs_stats
             elif not output.new_token_ids and output.pooling_output is None and output.kv_transfer_params is None:
                 continue
             if request.is_new:
@@ -213,10 +230,27 @@ class Scheduler:
         if running and not result.has_unfinished and self.pause_state is not PauseState.PAUSED_ALL:
             self._fail_lost(by_client)
         messages = {client_index: EngineCoreOutputs(outputs=outputs) for client_index, outputs in by_client.items()}
+        if self._finished:
+            for client_index, request_ids in self._finished.items():
+                messages.setdefault(client_index, EngineCoreOutputs()).finished_requests = request_ids
+            self._finished = {}
         if result.stats is not None:
-            receiver = next(iter(messages), 0)
-            messages.setdefault(receiver, EngineCoreOutputs()).scheduler_stats = self._stats(result.stats)
+            self._executor_stats = result.stats
+            if self._log_stats:
+                receiver = next(iter(messages), 0)
+                messages.setdefault(receiver, EngineCoreOutputs()).scheduler_stats = self._stats(result.stats)
         return messages
+
+    def load_change(self) -> SchedulerStats | None:
+        """Return what there is to do if that has changed since the last call; the cache's use comes along."""
+        num_running, num_waiting = self._counts()
+        usage = self._executor_stats.kv_cache_usage
+        # Of a busy engine it changes all the time; of an idle one it is the last word.
+        load = (num_running, num_waiting, -1.0 if num_running else usage)
+        if load == self._load:
+            return None
+        self._load = load
+        return SchedulerStats(num_running_reqs=num_running, num_waiting_reqs=num_waiting, kv_cache_usage=usage)
 
     def _apply(self, stop: Stop, output: EngineCoreOutput) -> None:
         """End a request where a stop rule says. An executor that ended it at the same token knows the reason best."""
@@ -251,21 +285,28 @@ class Scheduler:
             logger.error("request_id=%s was lost by the executor", request_id)
             output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
             by_client.setdefault(request.client_index, []).append(output)
+            if self._reports_load:
+                self._finished.setdefault(request.client_index, []).append(request_id)
         self._running.clear()
-        self._report_due = self._log_stats
+        self._report_due = self._needs_stats
 
     def _stats(self, executor: ExecutorStats) -> SchedulerStats:
         prefix_cache: PrefixCacheStats = executor.prefix_cache
         if self._cache_was_reset:
             prefix_cache.reset, self._cache_was_reset = True, False
-        preempted = min(executor.num_preempted_reqs, len(self._running))
+        num_running, num_waiting = self._counts()
         return SchedulerStats(
-            num_running_reqs=len(self._running) - preempted,
-            num_waiting_reqs=len(self._waiting) + preempted,
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
             step_counter=self.step_counter,
             kv_cache_usage=executor.kv_cache_usage,
             prefix_cache_stats=prefix_cache,
         )
+
+    def _counts(self) -> tuple[int, int]:
+        """Return how many requests run and wait; those that the executor holds but cannot run wait, too."""
+        preempted = min(self._executor_stats.num_preempted_reqs, len(self._running))
+        return len(self._running) - preempted, len(self._waiting) + preempted
 
 
 def _first_logprobs(logprobs: LogprobsLists | list[Any], count: int) -> LogprobsLists:

@@ -36,6 +36,10 @@ class EngineSpec(Struct, kw_only=True):
         executor_pickle: instead of a reference, the class itself by cloudpickle. Comes from our own parent over a
             private socket, never from the network.
         handshake_address: where to say HELLO.
+        client_handshake_address: where to say it a second time: to the frontend of this node, which drives the engine,
+            after that of rank 0, which only brings the ranks together (external and hybrid load balancing).
+        parallel_config_hash: what READY of ranks in lock-step says; default: one of our own. A vLLM frontend compares
+            it with its own, which it prints when they differ.
         engine_index: global rank.
         local, headless: as HELLO states them.
         sys_path: where the parent finds modules.
@@ -44,6 +48,8 @@ class EngineSpec(Struct, kw_only=True):
 
     config: EngineConfig
     handshake_address: str = ""
+    client_handshake_address: str = ""
+    parallel_config_hash: str = ""
     engine_index: int = 0
     local: bool = True
     headless: bool = False

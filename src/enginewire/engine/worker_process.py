@@ -162,6 +162,10 @@ class ExecutorProcess(Executor):
         """Write the weights to a folder."""
         self._call("save_sharded_state", path, pattern, max_size)
 
+    def join_group(self, rank: int, parallel_config: dict[str, Any]) -> None:
+        """Meet the other ranks."""
+        self._call("join_group", rank, parallel_config)
+
     def execute_dummy_batch(self) -> None:
         """Run a step without requests."""
         self._call("execute_dummy_batch")

@@ -36,6 +36,7 @@ import zmq
 from enginewire.config import EngineConfig
 from enginewire.engine.channel import Channel
 from enginewire.engine.spec import DeathNote, EngineSpec, receive_death_note
+from enginewire.testing.mock_coordinator import MockCoordinator
 from enginewire.testing.mock_engine import free_tcp_port
 from enginewire.testing.waiting import wait_until
 from enginewire.transport.sockets import bind_pull, bind_router, make_context
@@ -116,6 +117,8 @@ class MockFrontend:
     Args:
         profiles: the layouts they speak, per client; the last one is also that of all further clients.
         host: for tcp sockets on free ports of it; ``None``: ipc.
+        coordinator: whom INIT names.
+        parallel_config: what INIT says.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class MockFrontend:
         engine_index: int = 0,
         profiles: Sequence[WireProfile] = (V0_25,),
         host: str | None = None,
+        coordinator: MockCoordinator | None = None,
+        parallel_config: dict[str, Any] | None = None,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="ew-mock-")
         self.engine: LaunchedEngine | None = None
@@ -156,8 +161,12 @@ class MockFrontend:
         self._inputs = [router for router, _ in inputs]
         self._outputs = [pull for pull, _ in outputs]
         self.addresses = EngineZmqAddresses(
-            inputs=[address for _, address in inputs], outputs=[address for _, address in outputs]
+            inputs=[address for _, address in inputs],
+            outputs=[address for _, address in outputs],
+            coordinator_input=None if coordinator is None else coordinator.input_address,
+            coordinator_output=None if coordinator is None else coordinator.output_address,
         )
+        self._parallel_config = parallel_config or {}
 
     def _bind(self, bind: Callable[..., tuple[zmq.Socket[bytes], str]], address: str) -> tuple[zmq.Socket[bytes], str]:
         return bind(self._context, address, MAX_FRAME_BYTES)
@@ -185,7 +194,8 @@ class MockFrontend:
         """Make the spec of an engine that reports here; ``fields`` are others of :class:`EngineSpec`."""
         fields.setdefault("engine_index", self._engine_index)
         fields.setdefault("log_stats", config.log_stats)
-        return EngineSpec(config=config, handshake_address=self.handshake_address, **fields)
+        fields.setdefault("handshake_address", self.handshake_address)
+        return EngineSpec(config=config, **fields)
 
     def launch(self, config: EngineConfig, **fields: Any) -> LaunchedEngine:
         """Start an engine process."""
@@ -202,7 +212,7 @@ class MockFrontend:
 
     def send_init(self, addresses: EngineZmqAddresses | None = None) -> None:
         """Answer HELLO."""
-        init = EngineHandshakeMetadata(addresses=addresses or self.addresses, parallel_config={})
+        init = EngineHandshakeMetadata(addresses=addresses or self.addresses, parallel_config=self._parallel_config)
         self._handshake.send_multipart([self._identity, msgspec.msgpack.encode(init)])
 
     def expect_ready_responses(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -249,6 +259,11 @@ class MockFrontend:
         except zmq.ZMQError:  # the engine has not noticed yet
             return None
 
+    def restart_handshake(self) -> None:
+        """Bind the handshake socket anew, as a frontend does that was started again."""
+        self._handshake.close(0)
+        self._handshake = self._bind_again(bind_router, self.handshake_address)
+
     def speak(self, profile: WireProfile, client_index: int = 0) -> None:
         """Let a client be of another version from now on."""
         self._profiles[client_index] = profile
@@ -267,6 +282,7 @@ class MockFrontend:
         *,
         client_index: int = 0,
         priority: int = 0,
+        current_wave: int = 0,
         **params: Any,
     ) -> None:
         """Send an ADD; ``params`` are those of :class:`SamplingParams`."""
@@ -276,6 +292,7 @@ class MockFrontend:
             sampling_params=SamplingParams(**params),
             client_index=client_index,
             priority=priority,
+            current_wave=current_wave,
         )
         self.add_request(request, client_index=client_index)
 
