@@ -29,6 +29,7 @@ from enginewire.client.inproc import InprocClient
 from enginewire.client.mp import MPClient
 from enginewire.client.sync_mp import SyncMPClient
 from enginewire.testing import MockEngine, free_tcp_port
+from enginewire.wire.profile import V0_25, WireProfile
 
 PATIENCE_S = 10.0
 """For what takes milliseconds, on a busy machine."""
@@ -231,6 +232,31 @@ def mock_face(
         try:
             engine.wait_started()
             yield face, engine
+        finally:
+            face.close()
+
+
+@contextlib.contextmanager
+def mock_faces(
+    kind: str, count: int = 2, *, settings: dict[str, Any] | None = None, profiles: Sequence[WireProfile] = ()
+) -> Iterator[tuple[Face, list[MockEngine]]]:
+    """Put several :class:`MockEngine`, one per rank, behind a face."""
+    port = free_tcp_port()
+    config = mock_config(port, data_parallel_size=count, **(settings or {}))
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                MockEngine(
+                    f"tcp://127.0.0.1:{port}", engine_index=index, profile=profiles[index] if profiles else V0_25
+                )
+            )
+            for index in range(count)
+        ]
+        face = Face(kind, lambda: make_client(kind, config))
+        try:
+            for engine in engines:
+                engine.wait_started()
+            yield face, engines
         finally:
             face.close()
 

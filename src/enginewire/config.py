@@ -181,6 +181,11 @@ class EngineConfig:
         """Whether the client starts engine processes, rather than waiting for ones started elsewhere."""
         return bool(self.data_parallel_size_local)
 
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether the engines that the client starts are vLLM's: they come by tcp, as those started elsewhere do."""
+        return self.starts_engines and self.executor == "vllm"
+
     def copy(self) -> EngineConfig:
         """Return a copy, so that what one client learns from its engine does not reach another's settings."""
         return dataclasses.replace(self, executor_options=dict(self.executor_options))

@@ -18,9 +18,11 @@ DEADLINE_S = 30.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def run(*words: str, stdin: str = "", timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, stdin: str = "", timeout_s: float = DEADLINE_S, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command line to its end."""
-    return subprocess.run([*COMMAND, *words], input=stdin, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run([*COMMAND, *words], input=stdin, capture_output=True, text=True, timeout=timeout_s, env=env)
 
 
 def error_line(result: subprocess.CompletedProcess[str]) -> str:

@@ -249,6 +249,13 @@ ACCEPTED = {
         "data_parallel_start_rank": 1,
         "data_parallel_hybrid_lb": True,
     },
+    "-dp 2 -dpl 1 -dpr 0": {"data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_start_rank": 0},
+    "-dp 2 -dpr 0 --data-parallel-hybrid-lb": {
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 2,
+        "data_parallel_start_rank": 0,
+        "data_parallel_hybrid_lb": True,
+    },
     "-dp 2 -dpn 1": {"data_parallel_size": 2, "data_parallel_rank": 1, "data_parallel_external_lb": True},
     "--headless -dp 4 -dpr 1 --api-server-count 0": {
         "data_parallel_size": 4,

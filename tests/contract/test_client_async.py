@@ -52,7 +52,7 @@ def unbound() -> Iterator[tuple[AsyncMPClient, MockEngine]]:
     """A client that was made where no loop runs."""
     port = free_tcp_port()
     with MockEngine(f"tcp://127.0.0.1:{port}", on_message=answer_at_once) as engine:
-        client = make_client("asyncio", mock_config(port))
+        client = make_client("asyncio", mock_config(port, engine_return_timeout_s=0))
         assert isinstance(client, AsyncMPClient)
         try:
             yield client, engine
@@ -309,7 +309,7 @@ def test_the_receivers_own_failure_comes_out_of_every_wait(pair: tuple[Face, Moc
     """C-41: failed, it wakes every waiter with the right error."""
     face, engine = pair
 
-    def broken(frames: Any) -> bool:
+    def broken(link: Any, frames: Any) -> bool:
         raise ZeroDivisionError("a bug")
 
     mp_client(face).inbox.sort = broken  # type: ignore[method-assign]

@@ -56,7 +56,7 @@ def test_a_stranger_on_a_real_engines_socket_harms_no_request() -> None:
     """The other direction of a frame that cannot be decoded: requests go on and end as ever."""
     with echo_face("sync", executor_options={"step_time_s": 0.01}) as face:
         face.add_request(request("r", max_tokens=300))
-        address = mp_client(face).resources.endpoints.output
+        address = mp_client(face).engines[0].link.output_address
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
             stranger.connect(address)
             stranger.send(UNREADABLE[0])

@@ -62,13 +62,20 @@ GARBAGE = {
 @pytest.fixture(autouse=True)
 def _quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the input socket more often than once a second."""
-    monkeypatch.setattr(sync_mp, "PEER_CHECK_MS", 50)
-    monkeypatch.setattr(async_mp, "PEER_CHECK_S", 0.05)
+    monkeypatch.setattr(sync_mp, "LOOK_MS", 50)
+    monkeypatch.setattr(async_mp, "LOOK_S", 0.05)
 
 
 @pytest.fixture(params=MP_FACES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Face, MockEngine]]:
     with mock_face(request.param) as pair:
+        yield pair
+
+
+@pytest.fixture(params=MP_FACES)
+def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Face, MockEngine]]:
+    """A pair whose engine is dead as soon as it is lost: nobody awaits its return."""
+    with mock_face(request.param, settings={"engine_return_timeout_s": 0}) as pair:
         yield pair
 
 
@@ -120,8 +127,8 @@ def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[
     """Ctrl-C between two frames: what is sent next would have become further frames of the message that was begun."""
     face, engine = pair
     client = mp_client(face)
-    real = client.resources.input_socket
-    assert real is not None
+    link = client.engines[0].link
+    real = link.input_socket
 
     class Interrupted:
         calls = 0
@@ -132,7 +139,7 @@ def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[
                 raise KeyboardInterrupt
             return real.send(frame, flags, **kwargs)
 
-    client.resources.input_socket = Interrupted()  # type: ignore[assignment]
+    link.input_socket = Interrupted()  # type: ignore[assignment]
     try:
         if face.loop is None:
             with pytest.raises(KeyboardInterrupt):
@@ -145,7 +152,7 @@ def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[
 
             face.loop.run(add())
     finally:
-        client.resources.input_socket = real
+        link.input_socket = real
     assert not client.inbox.live
     # The fake engine is stricter than a real one, which drops the half message with a log line.
     wait_until(lambda: engine._failure, PATIENCE_S, "the half message")
@@ -157,10 +164,10 @@ def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[
 
 
 def test_the_death_marker_of_an_engine_started_elsewhere_ends_everybody_who_waits(
-    pair: tuple[Face, MockEngine],
+    mortal: tuple[Face, MockEngine],
 ) -> None:
     """C-27; defect 16."""
-    face, engine = pair
+    face, engine = mortal
     waiting = [face.start("get_output"), face.start("get_output")]
     calls = [face.start("call_utility", "is_sleeping") for _ in range(3)]
     for _ in calls:
@@ -179,8 +186,8 @@ def test_the_death_marker_of_an_engine_started_elsewhere_ends_everybody_who_wait
     assert "dead" in repr(face.client)
 
 
-def test_outputs_before_the_marker_are_delivered_first(pair: tuple[Face, MockEngine]) -> None:
-    face, engine = pair
+def test_outputs_before_the_marker_are_delivered_first(mortal: tuple[Face, MockEngine]) -> None:
+    face, engine = mortal
     for i in range(100):
         engine.send_outputs([output("r", [i])])
     engine.die()
@@ -189,9 +196,9 @@ def test_outputs_before_the_marker_are_delivered_first(pair: tuple[Face, MockEng
         face.get_output()
 
 
-def test_sending_to_an_engine_that_has_vanished_says_so(pair: tuple[Face, MockEngine]) -> None:
+def test_sending_to_an_engine_that_has_vanished_says_so(mortal: tuple[Face, MockEngine]) -> None:
     """C-27; defect 36: the ROUTER is mandatory."""
-    face, engine = pair
+    face, engine = mortal
     engine.vanish()
 
     def refused() -> bool:
@@ -212,9 +219,9 @@ def test_sending_to_an_engine_that_has_vanished_says_so(pair: tuple[Face, MockEn
     assert mp_client(face).inbox.live == live
 
 
-def test_the_loss_of_a_remote_engine_ends_everybody_who_waits(pair: tuple[Face, MockEngine]) -> None:
+def test_the_loss_of_a_remote_engine_ends_everybody_who_waits(mortal: tuple[Face, MockEngine]) -> None:
     """Defect 22: no marker, no process to watch; the connection is gone."""
-    face, engine = pair
+    face, engine = mortal
     waiting = [face.start("get_output"), face.start("call_utility", "is_sleeping")]
     engine.expect_utility()
     engine.vanish()
@@ -241,7 +248,7 @@ def test_an_engine_that_says_ready_again_is_registered_anew_and_what_it_forgot_f
     failed = {it.request_id: it for it in face.outputs(2)}
     assert failed.keys() == {"a", "b"}
     assert all(it.finish_reason is FinishReason.ERROR for it in failed.values())
-    assert "internal: engine 0 was restarted" in str(failed["a"].stop_reason)
+    assert failed["a"].stop_reason == "engine_lost: engine 0: it was restarted"
     with pytest.raises(UtilityCallError, match="restarted"):
         call.result(PATIENCE_S)
     assert face.client.config.num_gpu_blocks == 55
@@ -317,7 +324,7 @@ def test_too_many_frames_are_dropped() -> None:
 def test_an_oversize_frame_ends_the_connection_and_those_who_wait_hear_of_it() -> None:
     """ZeroMQ refuses such a frame by dropping the connection. What was in it is lost, so nobody may go on waiting."""
     for kind in MP_FACES:
-        with mock_face(kind, settings={"max_frame_bytes": 100_000}) as (face, engine):
+        with mock_face(kind, settings={"max_frame_bytes": 100_000, "engine_return_timeout_s": 0}) as (face, engine):
             engine.send_raw([bytes(200_000)])
             with pytest.raises(EngineDeadError, match="connection to it was lost"):
                 face.get_output()
@@ -347,7 +354,7 @@ def test_a_large_tensor_is_sent_without_a_copy_and_let_go_afterwards(pair: tuple
     array = np.arange(4 << 20, dtype="<i4").view(Tracked)  # 16 MiB
     alive = weakref.ref(array)
     face.add_request(request("small"))
-    assert not mp_client(face)._pending_messages
+    assert not mp_client(face).outbox.pending
     big = request("big")
     big.prompt_embeds = Tensor("int32", (4 << 20,), memoryview(array).cast("B"))
     engine._on_io_thread(lambda: None)
@@ -359,7 +366,7 @@ def test_a_large_tensor_is_sent_without_a_copy_and_let_go_afterwards(pair: tuple
 
     def released() -> bool:
         gc.collect()
-        return not mp_client(face)._pending_messages and alive() is None
+        return not mp_client(face).outbox.pending and alive() is None
 
     wait_until(released, PATIENCE_S, "the release of the tensor")
 
@@ -374,7 +381,7 @@ def test_a_message_is_pending_while_the_engine_does_not_read(monkeypatch: pytest
             big = request(f"big{i}")
             big.prompt_embeds = Tensor("uint8", (16 << 20,), bytes(16 << 20))
             face.add_request(big)
-        pending = mp_client(face)._pending_messages
+        pending = mp_client(face).outbox.pending
         assert pending
         assert not pending[-1][0].done
         assert pending[-1][1].request_id == "big7"  # type: ignore[attr-defined]

@@ -41,9 +41,9 @@ def test_several_consumers_share_what_arrives_together(pair: tuple[Face, MockEng
     sent = threading.Event()
     sort = inbox.sort
 
-    def slow_sort(frames: Any) -> bool:
+    def slow_sort(link: Any, frames: Any) -> bool:
         sent.wait(PATIENCE_S)  # until all messages are there: they will be handed over together
-        return sort(frames)
+        return sort(link, frames)
 
     inbox.sort = slow_sort  # type: ignore[method-assign]
     consumers = [face.start("get_output", timeout=PATIENCE_S) for _ in range(8)]
@@ -121,7 +121,7 @@ def test_the_receivers_own_failure_comes_out_of_every_wait(pair: tuple[Face, Moc
     """C-40: an exception in the thread comes out of get_output; and out of utility calls, which would wait for ever."""
     face, engine = pair
 
-    def broken(frames: Any) -> bool:
+    def broken(link: Any, frames: Any) -> bool:
         raise ZeroDivisionError("a bug")
 
     mp_client(face).inbox.sort = broken  # type: ignore[method-assign]
@@ -175,8 +175,8 @@ def test_an_answer_at_the_last_moment_is_not_a_time_out(pair: tuple[Face, MockEn
     calls = mp_client(face).inbox.calls
     started = calls.start
 
-    def start(method: str, waiter: Any) -> int:
-        call_id = started(method, waiter)
+    def start(method: str, waiter: Any, engine_index: int = 0) -> Any:
+        call = started(method, waiter, engine_index)
         wait = waiter.result
 
         def result(timeout: float | None = None) -> Any:
@@ -188,7 +188,7 @@ def test_an_answer_at_the_last_moment_is_not_a_time_out(pair: tuple[Face, MockEn
             return wait(timeout)
 
         waiter.result = result
-        return call_id
+        return call
 
     calls.start = start  # type: ignore[method-assign]
     assert face.client.call_utility("is_sleeping", timeout=5) == "late"

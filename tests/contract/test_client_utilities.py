@@ -132,8 +132,8 @@ def test_an_answer_to_a_cancelled_call_is_dropped(pair: tuple[Face, MockEngine])
     call = face.start("call_utility", "is_sleeping")
     asked = engine.expect_utility()
     if face.loop is None:
-        ((_, waiter),) = mp_client(face).inbox.calls._pending.values()
-        waiter.cancel()  # type: ignore[attr-defined]
+        (pending,) = mp_client(face).inbox.calls._pending.values()
+        pending.waiter.cancel()
         with pytest.raises(concurrent.futures.CancelledError):
             call.result(PATIENCE_S)
     else:
@@ -197,8 +197,9 @@ def test_utilities_are_answered_while_ten_thousand_outputs_wait(pair: tuple[Face
     face, engine = pair
     client = mp_client(face)
     decoded: list[Any] = []
-    real = client.inbox._decoder.decode
-    client.inbox._decoder.decode = lambda frames: decoded.append(1) or real(frames)  # type: ignore[method-assign,func-returns-value]
+    decoder = client.engines[0].link.decoders[0]
+    real = decoder.decode
+    decoder.decode = lambda frames: decoded.append(1) or real(frames)  # type: ignore[method-assign,func-returns-value]
     frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output()]))
 
     def flood() -> None:

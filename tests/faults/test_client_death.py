@@ -220,8 +220,8 @@ def test_an_output_beyond_the_limit_ends_the_engine_rather_than_a_wait(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ refuses such a frame by dropping the connection: what was in it would be waited for in vain."""
-    monkeypatch.setattr(sync_mp, "PEER_CHECK_MS", 50)
-    monkeypatch.setattr(async_mp, "PEER_CHECK_S", 0.05)
+    monkeypatch.setattr(sync_mp, "LOOK_MS", 50)
+    monkeypatch.setattr(async_mp, "LOOK_S", 0.05)
     with echo_face(kind, Obedient, max_frame_bytes=100_000) as face:
         assert face.collective_rpc("big", args=(99_000,))
         call = face.start("collective_rpc", "big", args=(100_000,))

@@ -19,7 +19,7 @@ import pytest
 
 from client_harness import MP_FACES, Face, echo_face, fake_python, make_client, request
 from enginewire import ConfigError, EngineConfig, EngineStartupError, ModelError
-from enginewire.client import mp, resources
+from enginewire.client import engines, lookout, mp, resources
 from enginewire.client.async_mp import AsyncMPClient
 from enginewire.client.sync_mp import SyncMPClient
 from enginewire.errors import EncodeError, EngineStartupTimeout
@@ -193,6 +193,10 @@ def test_a_constructor_that_fails_anywhere_leaves_nothing(
             monkeypatch.setattr(AsyncMPClient, "_ensure_receiver", _fail)
         case "start_engine_core_monitor":
             monkeypatch.setattr(mp.MPClient, point, _fail)
+        case "bind_pull":
+            monkeypatch.setattr(engines, point, _fail)
+        case "apply_ready_responses":
+            monkeypatch.setattr(lookout, point, _fail)
         case "context":
             monkeypatch.setattr(resources, "make_context", _fail)
         case _:
@@ -237,7 +241,7 @@ def test_a_temporary_folder_of_150_characters_means_tcp_on_loopback(monkeypatch:
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         with echo_face("sync") as face:
-            assert face.client.resources.endpoints.input.startswith("tcp://127.0.0.1:")
+            assert face.client.engines[0].link.input_address.startswith("tcp://127.0.0.1:")
             assert face.is_sleeping() is False
         assert list(folder.iterdir()) == []
         with pytest.raises(ConfigError, match=r"ipc' is not possible: ipc paths in .* longer than 103 bytes"):
@@ -269,7 +273,7 @@ def test_the_ipc_folder_is_private_and_goes_with_the_client(tmp_path: Path) -> N
 
 def test_tcp_is_used_where_it_is_asked_for() -> None:
     with echo_face("sync", transport="tcp") as face:
-        assert face.client.resources.endpoints.input.startswith("tcp://127.0.0.1:")
+        assert face.client.engines[0].link.input_address.startswith("tcp://127.0.0.1:")
         face.add_request(request())
         assert len(face.outputs(4)) == 4
 

@@ -49,7 +49,7 @@ def add_data_parallel_options(parser: argparse.ArgumentParser, *, for_server: bo
         "-dpr",
         type=int,
         metavar="N",
-        help="first engine of this node; without --headless this means --data-parallel-hybrid-lb",
+        help="first engine of this node; above 0 and without --headless: means --data-parallel-hybrid-lb",
     )
     add(
         "--data-parallel-rank",
@@ -107,7 +107,7 @@ def data_parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["data_parallel_external_lb"] = True
     elif "data_parallel_external_lb" in settings:
         raise ConfigError("--data-parallel-external-lb needs --data-parallel-rank: which engine is this server's?")
-    elif "data_parallel_start_rank" in settings:
+    elif settings.get("data_parallel_start_rank"):  # not 0: the first node of vLLM's is no other for having said so
         settings["data_parallel_hybrid_lb"] = True
     if "data_parallel_hybrid_lb" in settings:
         settings.setdefault("data_parallel_size_local", _size_from_start_rank(settings))

@@ -1,6 +1,6 @@
-"""``AsyncMPClient``: awaited calls to an engine in another process.
+"""``AsyncMPClient``: awaited calls to engines in other processes.
 
-The receiver is a reader on the output socket's file descriptor, not zmq.asyncio: a future and a poll per message cost
+The receiver is a reader on an output socket's file descriptor, not zmq.asyncio: a future and a poll per message cost
 three quarters of a small message there. The descriptor is edge-triggered: it tells that something changed, once. So
 the reader drains until nothing is left, or comes back by itself.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
@@ -19,10 +20,12 @@ from typing import Any, Final
 import zmq
 
 from enginewire.client.base import ExecutorChoice
-from enginewire.client.inbox import Frames
+from enginewire.client.engines import Link
+from enginewire.client.inbox import Arrival
 from enginewire.client.mp import MPClient
+from enginewire.client.utilities import Call, combined
 from enginewire.config import EngineConfig
-from enginewire.errors import EngineDeath, UtilityTimeoutError
+from enginewire.errors import EngineClientError, UtilityTimeoutError
 from enginewire.transport.sockets import receive_message
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
@@ -32,8 +35,8 @@ MESSAGES_PER_WAKE_UP: Final = 64
 YIELD_EVERY_S: Final = 0.0005
 """How long a consumer may find messages waiting without giving the loop a turn."""
 
-PEER_CHECK_S: Final = 1.0
-"""How often remote engines are looked after: whether one is lost, or was restarted."""
+LOOK_S: Final = 0.25
+"""How often engines are looked after: whether one is lost, or is back."""
 
 HAND_BACK_S: Final = 2.0
 """How long another thread waits for the loop to give its sockets back."""
@@ -53,7 +56,7 @@ class AsyncMPClient(MPClient):
     ) -> None:
         self._receiver: _Receiver | None = None
         self._moving = threading.RLock()  # loops of two threads may want the receiver at once
-        self._arrived: deque[Frames | EngineCoreOutputs] = deque()
+        self._arrived: deque[Arrival] = deque()
         self._waiters: set[asyncio.Future[None]] = set()
         self._end: ErrorMaker | None = None
         self._last_turn = 0.0
@@ -83,19 +86,17 @@ class AsyncMPClient(MPClient):
             self._send_abort(request_ids)
 
     async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        waiter: asyncio.Future[Any] = self._ensure_receiver().create_future()
-        call_id = self.inbox.calls.start(method, waiter)
+        calls: list[Call[asyncio.Future[Any]]] = self._start_calls(method, args, self._ensure_receiver().create_future)
         limit = asyncio.timeout(timeout)
         try:
-            self._send_utility(call_id, method, args)
             async with limit:
-                return await waiter
+                return combined(calls, [await _outcome(call) for call in calls])
         except TimeoutError as exc:
             if not limit.expired():
                 raise  # the caller's own time limit, or a failure that looks like one
             raise UtilityTimeoutError(f"{method} was not answered within {timeout:g} s", method=method) from exc
         finally:
-            self.inbox.calls.forget(call_id)
+            self._forget_calls(calls)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         loop = self._ensure_receiver()
@@ -127,7 +128,7 @@ class AsyncMPClient(MPClient):
 
     # Called by the receiver, on its loop.
 
-    def _deliver(self, messages: Sequence[Frames | EngineCoreOutputs]) -> None:
+    def _deliver(self, messages: Sequence[Arrival]) -> None:
         self._arrived.extend(messages)
         self._wake_waiters()
 
@@ -144,9 +145,9 @@ class AsyncMPClient(MPClient):
 
     # Moving between threads and loops.
 
-    def _on_death(self, death: EngineDeath) -> None:
-        if self.inbox.engine_died(death):
-            self._end_from_any_thread(death.exception)
+    def _wake_receiver(self) -> None:
+        if self._receiver is not None:  # otherwise nobody waits yet
+            self._receiver.look_soon()
 
     def _end_from_any_thread(self, make_error: ErrorMaker) -> None:
         if self._receiver is None:  # then nobody can be waiting
@@ -181,40 +182,63 @@ class AsyncMPClient(MPClient):
         self.ensure_alive()  # once more: a death is either seen here or finds the receiver
 
 
+async def _outcome(call: Call[asyncio.Future[Any]]) -> object:
+    """Wait for one engine's answer: a result, or the error that came instead."""
+    try:
+        return await call.waiter
+    except EngineClientError as exc:
+        return exc
+
+
 class _Receiver:
-    """Reads the output socket on an event loop. Holds no reference to the client; the loop holds this."""
+    """Reads the output sockets on an event loop. Holds no reference to the client; the loop holds this."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, client: AsyncMPClient) -> None:
-        socket = client.resources.output_socket
-        assert socket is not None
         self.loop = loop
-        self._socket = socket
         self._resources = client.resources
         self._inbox = client.inbox
+        self._engines = client.engines
+        self._lookout = client.lookout
         self._client = weakref.ref(client)
-        self._descriptor = socket.fileno()
         self._stopped = False
-        loop.add_reader(self._descriptor, self._on_readable)
-        loop.call_soon(self._on_readable)  # the edge for what is there already may be past
-        self._timer = loop.call_later(PEER_CHECK_S, self._check_peers)
+        self._links: tuple[Link, ...] = ()
+        self._descriptors: dict[Link, int] = {}
+        self._read_links()
+        self._timer = loop.call_later(LOOK_S, self._look)
 
-    def _on_readable(self) -> None:
-        """Take what is there, and come back for more after the loop's other work."""
-        if self._stopped:
+    def _read_links(self) -> None:
+        """Read the links that are to be read now, and no others."""
+        if self._links is self._inbox.links:
             return
-        messages: list[Frames | EngineCoreOutputs] = []
+        self._links = self._inbox.links
+        for link in self._descriptors.keys() - set(self._links):
+            self.loop.remove_reader(self._descriptors.pop(link))
+        for link in self._links:
+            if link not in self._descriptors:
+                descriptor = self._descriptors[link] = link.output_socket.fileno()
+                on_readable = functools.partial(self._on_readable, link)
+                self.loop.add_reader(descriptor, on_readable)
+                self.loop.call_soon(on_readable)  # the edge for what is there already may be past
+
+    def _on_readable(self, link: Link) -> None:
+        """Take what is there, and come back for more after the loop's other work."""
+        if link not in self._descriptors:
+            return
+        messages: list[Arrival] = []
+        socket, sort = link.output_socket, self._inbox.sort
         try:
             for _ in range(MESSAGES_PER_WAKE_UP):
-                frames = receive_message(self._socket)
-                if self._inbox.sort(frames):
-                    messages.append(frames)
-            self.loop.call_soon(self._on_readable)
+                frames = receive_message(socket)
+                if sort(link, frames):
+                    messages.append((link, frames))
+            self.loop.call_soon(self._on_readable, link)
         except zmq.Again:
             pass  # drained: the descriptor tells of the next one
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._fail(exc)
         self._hand_over(messages)
-        self._inbox.report_marker()
+        if self._inbox.marked:
+            self.look_soon()
 
     def _fail(self, exc: Exception) -> None:
         message = f"the receiver failed: {exc!r}"
@@ -222,13 +246,27 @@ class _Receiver:
         if (client := self._client()) is not None:
             client._finish(lambda: RuntimeError(message))
 
-    def _check_peers(self) -> None:
-        self._timer = self.loop.call_later(PEER_CHECK_S, self._check_peers)
-        self._on_readable()  # what an engine sent before it was lost comes first
-        if (client := self._client()) is not None:
-            self._hand_over(client._look_after_peers())
+    def look_soon(self) -> None:
+        """Look after the engines in the loop's next turn; from any thread."""
+        with contextlib.suppress(RuntimeError):  # a closed loop has no callers left
+            self.loop.call_soon_threadsafe(self._look)
 
-    def _hand_over(self, messages: Sequence[Frames | EngineCoreOutputs]) -> None:
+    def _look(self) -> None:
+        if self._stopped:
+            return
+        self._timer.cancel()
+        self._timer = self.loop.call_later(LOOK_S, self._look)
+        for link in self._links:
+            self._on_readable(link)  # what an engine sent before it was lost comes first
+        if self._stopped:
+            return
+        if self._engines.death is None:
+            self._hand_over(self._lookout.look(monotonic()))
+            self._read_links()
+        if self._engines.death is not None and (client := self._client()) is not None:
+            client._finish(self._engines.death.exception)
+
+    def _hand_over(self, messages: Sequence[Arrival]) -> None:
         if messages and (client := self._client()) is not None:
             client._deliver(messages)
 
@@ -262,8 +300,11 @@ class _Receiver:
         self._stopped = True
         if not self.loop.is_closed():
             self._timer.cancel()
-            self.loop.remove_reader(self._descriptor)
-        self._socket.close(linger=0)
+            for descriptor in self._descriptors.values():
+                self.loop.remove_reader(descriptor)
+        self._descriptors.clear()
+        for link in self._inbox.links:
+            link.output_socket.close(linger=0)
 
 
 def _has_running_loop() -> bool:

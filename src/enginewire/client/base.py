@@ -119,14 +119,15 @@ class EngineCoreClient(ABC):
             client_count: how many frontends share the engines.
             client_index: which of them this is.
         """
-        from enginewire.client.async_mp import AsyncMPClient
+        from enginewire.client import async_mp, dp
 
-        if config.data_parallel_size > 1:
-            raise NotImplementedError(
-                f"data_parallel_size is {config.data_parallel_size}; clients for more than one engine "
-                "(DPAsyncMPClient, DPLBAsyncMPClient) are not part of this version"
-            )
-        return AsyncMPClient(
+        if config.data_parallel_size == 1:
+            client_class = async_mp.AsyncMPClient
+        elif config.data_parallel_external_lb:
+            client_class = dp.DPAsyncMPClient
+        else:
+            client_class = dp.DPLBAsyncMPClient
+        return client_class(
             config,
             executor_class,
             log_stats,
@@ -145,9 +146,9 @@ class EngineCoreClient(ABC):
             timeout: seconds until the engine is killed; default: ``shutdown_timeout_s + terminate_timeout_s``.
         """
 
-    @abstractmethod
     def engine_statuses(self) -> list[EngineStatus]:
-        """Return how its engines are, by rank. From any thread."""
+        """Return how its engines are, by rank; from any thread. None of a client that keeps no account of them."""
+        return []
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request; its outputs come out of :meth:`get_output`.

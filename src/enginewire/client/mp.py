@@ -1,62 +1,72 @@
-"""``MPClient``: what the sync and the asyncio client of an engine in another process share.
+"""``MPClient``: what the sync and the asyncio client of engines in other processes share.
 
-That is all but waiting: sockets, processes, start-up, sending, death. A face adds a receiver and a way to wait.
+That is all but waiting: sockets, processes, start-up, routing, sending. A face adds a receiver and a way to wait.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import functools
 import logging
 import os
 import sys
 import time
 import weakref
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
+from enginewire.client.balancer import make_balancer
 from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
+from enginewire.client.engines import Engine, Engines, EngineState, Link
 from enginewire.client.inbox import Inbox
+from enginewire.client.lookout import Lookout
+from enginewire.client.outbox import Outbox
 from enginewire.client.resources import BackgroundResources, closed_error
-from enginewire.client.startup import EngineStartup, apply_ready_responses, wait_for_engines
+from enginewire.client.startup import EngineStartup, Reception, wait_for_engines
+from enginewire.client.utilities import Call, Waiter, fail
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
-from enginewire.errors import EngineClientError, EngineDeadError, EngineDeath
+from enginewire.errors import (
+    DuplicateRequestIdError,
+    EngineClientError,
+    EngineDeath,
+    EngineUnavailableError,
+    InvalidRequestError,
+    UtilityCallError,
+)
 from enginewire.host.executor_source import ExecutorSource, executor_source
 from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
-from enginewire.transport.endpoints import Endpoints, choose_endpoints
-from enginewire.transport.peers import PeerWatch
-from enginewire.transport.sockets import bind_pull, bind_router, receive_message, send_message
-from enginewire.wire.codec import MsgpackEncoder
-from enginewire.wire.frames import ABORT, ADD, UTILITY, engine_identity
-from enginewire.wire.handshake import EngineZmqAddresses
+from enginewire.transport.endpoints import choose_endpoints
+from enginewire.transport.sockets import bind_also, bind_router
 from enginewire.wire.messages import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
+W = TypeVar("W", bound=Waiter)
+
 
 class MPClient(EngineCoreClient):
-    """Client of an engine in another process; see :class:`SyncMPClient` and :class:`AsyncMPClient`.
+    """Client of engines in other processes; see :class:`SyncMPClient` and :class:`AsyncMPClient`.
 
     Usable when the constructor returns; otherwise all it made is gone and it raised.
 
     Args:
-        config: copied; ``self.config`` is completed by what the engine reports.
+        config: copied; ``self.config`` is completed by what the engines report.
         executor_class: overrides ``config.executor``.
         log_stats: overrides ``config.log_stats``.
         client_addresses: ``input_address`` and ``output_address`` to bind, when somebody else starts the engines and
-            does the handshake.
+            does the handshake; all engines share them.
         client_count: how many frontends share the engines.
         client_index: which of them this is.
 
+    Attributes:
+        engines: those of ``config.managed_ranks``.
+
     Raises:
         ConfigError: the executor cannot be found, or settings contradict each other.
-        EngineStartupError: the engine could not be started; a ``TimeoutError`` too if time ran out.
+        EngineStartupError: an engine could not be started; a ``TimeoutError`` too if time ran out.
         OSError: an address cannot be bound.
     """
 
@@ -75,18 +85,21 @@ class MPClient(EngineCoreClient):
             self.config.log_stats = log_stats
         self.client_count = client_count
         self.client_index = client_index
-        self.engine_index = self.config.data_parallel_rank
-        self._identity = engine_identity(self.engine_index)
         self._pid = os.getpid()
         self.resources = BackgroundResources(self.config.shutdown_timeout_s, self.config.terminate_timeout_s)
         self._finalizer = weakref.finalize(self, self.resources)
-        self._encoder = MsgpackEncoder(
-            zero_copy_threshold=self.config.zero_copy_threshold, allow_pickle=self.config.allow_pickle
-        )
-        # Messages whose arrays ZeroMQ still reads, with what keeps those arrays alive.
-        self._pending_messages: deque[tuple[zmq.MessageTracker, object]] = deque()
-        self.inbox = Inbox(self.config, [self.engine_index], self._make_marker_handler())
-        self._peer_watches: list[PeerWatch] = []
+        self.engines = Engines(self.config.engine_return_timeout_s)
+        self.inbox = Inbox(self.config, self.engines)
+        self.outbox = Outbox(self.config, client_index)
+        self._balancer = make_balancer(self.config.load_balancer, client_count=client_count, client_index=client_index)
+        me = weakref.ref(self)
+
+        def on_change(status: EngineStatus) -> None:
+            client = me()
+            if client is not None and client.on_engine_change is not None:
+                client.on_engine_change(status)
+
+        self.engines.on_change = on_change
         try:
             self._start(executor_class, client_addresses)
         except BaseException:
@@ -95,82 +108,80 @@ class MPClient(EngineCoreClient):
 
     def _start(self, executor_class: ExecutorChoice, client_addresses: Mapping[str, str] | None) -> None:
         """Bind, launch, shake hands. Whatever fails here is cleaned up by the caller."""
-        resources = self.resources
-        launches = client_addresses is None and self.config.starts_engines
+        config, resources = self.config, self.resources
+        launches = client_addresses is None and config.starts_engines
         # Before a folder is made: this may import much, and who is killed meanwhile should leave nothing behind.
-        source = executor_source(executor_class or self.config.executor) if launches else None
-        if client_addresses is not None:
-            endpoints = Endpoints("", client_addresses["input_address"], client_addresses["output_address"])
-        else:
-            endpoints = choose_endpoints(self.config)
-        resources.endpoints = endpoints
+        source = executor_source(executor_class or config.executor) if launches else None
         started = time.monotonic()
-        limit = self.config.max_frame_bytes
-        resources.input_socket, input_address = bind_router(resources.context, endpoints.input, limit)
-        resources.output_socket, output_address = bind_pull(resources.context, endpoints.output, limit)
-        self._peer_watches = [PeerWatch(resources.input_socket), PeerWatch(resources.output_socket)]
-        startup = EngineStartup(
-            [self.engine_index],
-            local=launches,
-            addresses=EngineZmqAddresses(inputs=[input_address], outputs=[output_address]),
-            handshake=client_addresses is None,
-            max_model_len=self.config.max_model_len,
-        )
+        max_model_len = config.max_model_len
+        reception: Reception | None = None
         if client_addresses is None:
-            resources.handshake_socket, address = bind_router(resources.context, endpoints.handshake, limit)
+            resources.endpoints = choose_endpoints(config)
+            reception = Reception(resources.context, config, resources.endpoints)
+            handshakes = self._bind_handshake(resources.endpoints.handshakes)
+            for index in config.managed_ranks:
+                is_ours = index in config.local_ranks
+                self.engines.add(Engine(index, reception.open_link(index), is_ours=is_ours))
             if source is not None:
-                spec = self._engine_spec(source, address, endpoints)
-                resources.engine_manager = CoreEngineProcManager([spec], forward_log=self.config.forward_engine_log)
-            else:
-                logger.info("waiting for engine %s, started elsewhere, on %s", self.engine_index, address)
+                specs = [self._engine_spec(source, index, handshakes[0]) for index in config.local_ranks]
+                resources.engine_manager = CoreEngineProcManager(specs, forward_log=config.forward_engine_log)
+            if any(not engine.is_ours for engine in self.engines):
+                logger.info("waiting for engines that are started elsewhere, on %s", handshakes[-1])
+        else:
+            addresses = client_addresses["input_address"], client_addresses["output_address"]
+            link = Link(resources.context, config, addresses)
+            for index in config.managed_ranks:
+                self.engines.add(Engine(index, link, is_ours=False))
+        self.inbox.links = tuple(dict.fromkeys(engine.link for engine in self.engines))
+        expected = {engine.index: None if reception is None else reception.expected(engine) for engine in self.engines}
+        startup = EngineStartup(expected, max_model_len=max_model_len)
         manager = resources.engine_manager
         wait_for_engines(
             startup,
             resources.handshake_socket,
-            resources.input_socket,
+            self.engines,
             started=started,
-            ready_timeout_s=self.config.ready_timeout_s,
-            hello_timeout_s=self.config.hello_timeout_s if launches else None,
+            ready_timeout_s=config.ready_timeout_s,
+            hello_timeout_s=config.hello_timeout_s,
             first_death=manager.first_death if manager else lambda: None,
-            log_tail=lambda: manager.log_tail(self.engine_index) if manager else (),
+            log_tail=lambda: manager.log_tail(config.local_ranks[0]) if manager else (),
         )
-        apply_ready_responses(self.config, startup.responses)
-        for watch in self._peer_watches:
-            watch.settle()
-        if resources.handshake_socket is not None:
-            resources.handshake_socket.close(linger=0)
+        self.lookout = Lookout(
+            config,
+            self.engines,
+            self.inbox,
+            self.outbox,
+            resources,
+            max_model_len=max_model_len,
+            reception=reception,
+            balancer=self._balancer,
+        )
+        for engine in self.engines:
+            self.lookout.welcome(engine, startup.ready_of(engine.index))
 
-    def _engine_spec(self, source: ExecutorSource, handshake: str, endpoints: Endpoints) -> EngineSpec:
+    def _bind_handshake(self, endpoints: Sequence[str]) -> list[str]:
+        """Bind the handshake socket, which is read for the client's life; return its addresses."""
+        first, *others = endpoints
+        socket, address = bind_router(self.resources.context, first, self.config.max_frame_bytes)
+        self.resources.handshake_socket = socket
+        return [address, *(bind_also(socket, endpoint) for endpoint in others)]
+
+    def _engine_spec(self, source: ExecutorSource, index: int, handshake: str) -> EngineSpec:
+        endpoints = self.resources.endpoints
         return EngineSpec(
             config=self.config,
             log_stats=self.config.log_stats,
             executor=source.reference,
             executor_pickle=source.pickled,
             sys_path=[str(Path(entry or ".").absolute()) for entry in sys.path],
-            engine_index=self.engine_index,
+            engine_index=index,
             handshake_address=handshake,
             local=True,
             headless=False,
-            cleanup_paths=[endpoints.folder] if endpoints.folder else [],
+            cleanup_paths=[endpoints.folder] if endpoints is not None and endpoints.folder else [],
         )
 
     # Death.
-
-    def _make_marker_handler(self) -> Any:
-        """Make what the receiver calls on a death marker; it must not keep the client alive."""
-        me = weakref.ref(self)
-
-        def on_death_marker() -> None:
-            client = me()
-            if client is None:
-                return
-            if client.resources.engine_manager is not None:
-                client.resources.engine_manager.expect_death("it reported a fatal error")
-            else:
-                cause = "it reported a fatal error; its log is on the host where it runs"
-                client._on_death(EngineDeath(client.engine_index, cause))
-
-        return on_death_marker
 
     def start_engine_core_monitor(self) -> None:
         """Have the deaths of engine processes reported to this client, without keeping it alive (C-26)."""
@@ -187,24 +198,27 @@ class MPClient(EngineCoreClient):
         manager.watch_deaths(on_death)
 
     def _on_death(self, death: EngineDeath) -> None:
-        """Take note of the engine's death, from any thread, and wake everybody who waits."""
+        """Take note of an engine's death, from any thread, and have everybody told who waits on it."""
+        if self.engines.lost(death):
+            self._wake_receiver()
+
+    def _wake_receiver(self) -> None:
+        """Have the receiver look at once, from any thread."""
         raise NotImplementedError
 
     @property
     def engine_dead(self) -> bool:
-        """Whether the engine is gone."""
-        return self.inbox.death is not None
+        """Whether all engines are gone for good."""
+        return self.engines.death is not None
 
     def engine_statuses(self) -> list[EngineStatus]:
-        death = self.inbox.death
-        state = "ready" if death is None else "dead"
-        return [EngineStatus(self.engine_index, state, death, len(self.inbox.live), int(death is not None))]
+        return [self.engines.status(engine) for engine in self.engines]
 
     def ensure_alive(self) -> None:
-        """Raise if nothing can be asked of the engine.
+        """Raise if nothing can be asked of any engine, now or later.
 
         Raises:
-            EngineDeadError: it is gone.
+            EngineDeadError: they are gone.
             ClientClosedError: this client was shut down.
             RuntimeError: this is a forked copy of the process that made the client.
         """
@@ -212,8 +226,8 @@ class MPClient(EngineCoreClient):
         self._ensure_open()
 
     def _ensure_open(self) -> None:
-        if self.inbox.death is not None:
-            raise self.inbox.death.exception()
+        if self.engines.death is not None:
+            raise self.engines.death.exception()
         if self.resources.closing:
             raise closed_error()
 
@@ -226,7 +240,7 @@ class MPClient(EngineCoreClient):
             )
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the engine if this client started it, and release everything. Idempotent, from any thread."""
+        """Stop the engines that this client started, and release everything. Idempotent, from any thread."""
         self.resources.close(timeout)
         self._finalizer.detach()  # only now: closing may have been interrupted
 
@@ -234,116 +248,109 @@ class MPClient(EngineCoreClient):
 
     def _send_add(self, request: EngineCoreRequest) -> None:
         self._ensure_open()  # under the lock: the socket is not closed before the message is out
-        request.client_index = self.client_index
-        self.inbox.admit(request.request_id)
-        try:
-            self._send(ADD, request)
-        except BaseException:
-            self.inbox.forget([request.request_id])
-            raise
+        for engine in self.engines:
+            if request.request_id in engine.live:
+                raise DuplicateRequestIdError(request.request_id)
+        while True:
+            engine = self._engine_for(request)
+            try:
+                self.outbox.add(engine, request)
+                return
+            except zmq.ZMQError as exc:
+                error = self._unreachable(engine, exc)
+                if request.data_parallel_rank is not None or not self.engines.ready:
+                    raise error from exc
+
+    def _engine_for(self, request: EngineCoreRequest) -> Engine:
+        """Choose the engine that gets a request: the one that it names, or the load balancer's choice (C-51)."""
+        rank, ready = request.data_parallel_rank, self.engines.ready
+        if rank is not None:
+            engine = self.engines.get(rank)
+            if engine is None:
+                ranks = ", ".join(str(each.index) for each in self.engines)
+                raise InvalidRequestError(
+                    f"data_parallel_rank is {rank}, and this client has engines {ranks}",
+                    request_id=request.request_id,
+                    parameter="data_parallel_rank",
+                )
+            if engine.state is not EngineState.READY:
+                raise self._unavailable(engine)
+            return engine
+        if len(ready) == 1:
+            return ready[0]
+        if not ready:
+            raise self._unavailable()
+        for engine in ready:
+            engine.load.in_flight = len(engine.live)
+        engine = self.engines[self._balancer.pick(request, [engine.load for engine in ready])]
+        engine.load.add()
+        return engine
 
     def _send_abort(self, request_ids: Sequence[str]) -> None:
-        """Send ABORT; no-op for no ids and for an engine that is gone (C-42)."""
+        """Send ABORT to the engines that have the requests; no-op for no ids and for engines that are gone (C-42).
+
+        An id that nobody is known to have goes to all (defect 27).
+        """
         if not request_ids or self.engine_dead or self.resources.closing:
             return
-        with contextlib.suppress(EngineDeadError):  # it is gone, and its requests with it
-            self._send(ABORT, list(request_ids))
-        self.inbox.forget(request_ids)
+        owners = {
+            request_id: engine for engine in self.engines for request_id in request_ids if request_id in engine.live
+        }
+        for engine in self.engines.ready:
+            ids = [request_id for request_id in request_ids if owners.get(request_id, engine) is engine]
+            with contextlib.suppress(zmq.ZMQError):  # it is gone, and its requests with it
+                if ids:
+                    self.outbox.abort(engine, ids)
+        for request_id, engine in owners.items():
+            engine.live.pop(request_id, None)
 
-    def _send_utility(self, call_id: int, method: str, args: Sequence[Any]) -> None:
+    def _start_calls(self, method: str, args: Sequence[Any], make_waiter: Callable[[], W]) -> list[Call[W]]:
+        """Call a utility of every engine that is ready (C-33)."""
         self._ensure_open()
-        self._send(UTILITY, (self.client_index, call_id, method, args))
-
-    def _send(self, request_type: bytes, message: object) -> None:
-        """Send one message.
-
-        Arrays of at least ``zero_copy_threshold`` bytes are not copied: the message is kept until ZeroMQ is done with
-        them (C-28).
-
-        Raises:
-            EncodeError: the message has a value that cannot go on the wire.
-            EngineDeadError: the engine's connection is gone.
-        """
-        socket = self.resources.input_socket
-        assert socket is not None
-        payload, *arrays = self._encoder.encode(message)
-        self._release_sent()
+        ready = self.engines.ready
+        if not ready:
+            raise self._unavailable()
+        calls: list[Call[W]] = []
         try:
-            for tracker in send_message(socket, (self._identity, request_type, payload), arrays):
-                self._pending_messages.append((tracker, message))
-        except zmq.ZMQError as exc:
-            raise self._why_unreachable(exc).exception() from exc
+            for engine in ready:
+                call = self.inbox.calls.start(method, make_waiter(), engine.index)
+                calls.append(call)
+                try:
+                    self.outbox.call(engine, call.call_id, method, args)
+                except zmq.ZMQError as exc:
+                    error = self._unreachable(engine, exc)
+                    if len(ready) == 1:
+                        raise error from exc
+                    fail(call.waiter, UtilityCallError(str(error), method=method, engine_index=engine.index))
+        except BaseException:
+            self._forget_calls(calls)
+            raise
+        return calls
 
-    def _release_sent(self) -> None:
-        """Let go of messages that ZeroMQ is done with."""
-        while self._pending_messages and self._pending_messages[0][0].done:
-            self._pending_messages.popleft()
+    def _forget_calls(self, calls: Sequence[Call[Any]]) -> None:
+        for call in calls:
+            self.inbox.calls.forget(call.call_id)
 
-    def _why_unreachable(self, exc: zmq.ZMQError) -> EngineDeath:
-        """Find out why there is no connection to send on.
+    def _unreachable(self, engine: Engine, exc: zmq.ZMQError) -> EngineClientError:
+        """Find out why there is no connection to send on, and take the engine for lost.
 
         A process that was killed loses its connections some milliseconds before its exit status is known, and that is
         what the caller should hear. So this waits, once in an engine's life, also under the lock and on a loop.
         """
-        manager = self.resources.engine_manager
-        death = self.inbox.death or (manager.wait_for_death(LAST_WORDS_S) if manager is not None else None)
-        return death or EngineDeath(self.engine_index, f"its connection is gone ({exc.strerror})")
+        manager = self.resources.engine_manager if engine.is_ours else None
+        death = manager.wait_for_death(LAST_WORDS_S, engine.index) if manager is not None else None
+        self._on_death(death or EngineDeath(engine.index, f"its connection is gone ({exc.strerror})"))
+        return self._unavailable(engine)
 
-    def _look_after_peers(self) -> list[Any]:
-        """Do what is due once a second: see whether a remote engine is lost, or was restarted and registers anew.
-
-        Returns:
-            messages for the consumer.
-        """
-        messages = self._read_input_socket()
-        lost = [watch for watch in self._peer_watches if watch.has_lost_peer()]
-        if messages:  # it registered anew, and its old connections are meant to go
-            for watch in self._peer_watches:
-                watch.settle()
-        elif lost:
-            self._connection_lost()
-        if self.inbox.in_doubt:
-            self._ask_for_losses()
-        if (failures := self.inbox.take_losses()) is not None:
-            messages.append(failures)
-        return messages
-
-    def _ask_for_losses(self) -> None:
-        """Ask the engine which requests it knows, after a message was dropped that nobody could read.
-
-        On tcp it was a stranger's, as like as not; but if it held a request's last output, nothing would follow, and
-        its caller would wait for ever. Answers travel behind outputs, so what the answer leaves out has ended.
-        """
-        self.inbox.in_doubt = False
-        answer: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
-        answer.add_done_callback(functools.partial(self.inbox.note_known, frozenset(self.inbox.live)))
-        with contextlib.suppress(EngineClientError):  # gone or closed: whoever waits is told that
-            self._send_utility(self.inbox.calls.start("get_request_ids", answer), "get_request_ids", ())
-
-    def _connection_lost(self) -> None:
-        """Take the loss of a connection for the engine's death: outputs may be lost with it, and nobody would know."""
-        manager = self.resources.engine_manager
-        if manager is None:
-            cause = "the connection to it was lost; its process ended, or its host is gone or silent"
-            self._on_death(EngineDeath(self.engine_index, cause))
-        else:
-            limit = self.config.max_frame_bytes
-            manager.expect_death(f"the connection to it was lost, as by an output beyond max_frame_bytes ({limit})")
-
-    def _read_input_socket(self) -> list[Any]:
-        socket = self.resources.input_socket
-        messages: list[Any] = []
-        if socket is None or socket.closed:
-            return messages
-        self._release_sent()
-        while True:
-            try:
-                frames = receive_message(socket)
-            except zmq.ZMQError:
-                return messages
-            if (failures := self.inbox.ready_again(frames)) is not None:
-                messages.append(failures)
+    def _unavailable(self, engine: Engine | None = None) -> EngineClientError:
+        """Make the error for a request that cannot be sent, to this engine or to any."""
+        if self.engines.death is not None:
+            return self.engines.death.exception()
+        death = self.engines.first_loss() if engine is None else engine.death
+        return EngineUnavailableError(death or EngineDeath(engine.index if engine else 0, "it is not ready yet"))
 
     def __repr__(self) -> str:
         state = "closed" if self.resources.closed else "dead" if self.engine_dead else "ready"
-        return f"<{type(self).__name__} engine={self.engine_index} {state} live={len(self.inbox.live)}>"
+        ranks = self.config.managed_ranks
+        which = f"engine={ranks[0]}" if len(ranks) == 1 else f"engines={ranks[0]}-{ranks[-1]}"
+        return f"<{type(self).__name__} {which} {state} live={len(self.inbox.live)}>"

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import zmq
 
+from enginewire.client.engines import Engine, Link
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, EngineStartupTimeout, startup_error
+from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
@@ -27,6 +30,7 @@ from enginewire.wire.handshake import (
     EngineZmqAddresses,
     HandshakeMessage,
 )
+from enginewire.wire.profile import V0_25, WireProfile, decode_ready
 
 logger = logging.getLogger(__name__)
 
@@ -37,51 +41,113 @@ REPORT_EVERY_S: Final = 10.0
 """How often a long start-up says what it is waiting for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is agreed with an engine.
+
+    Attributes:
+        addresses: what INIT tells it.
+        is_local: it was started by this process and says so; otherwise it must say that it is headless.
+        parallel_config: of lock-step engines, see protocol B.2.
+    """
+
+    addresses: EngineZmqAddresses
+    is_local: bool
+    parallel_config: Mapping[str, Any] | None = None
+
+    def init(self) -> bytes:
+        """Encode INIT."""
+        config = dict(self.parallel_config or {})
+        return msgspec.msgpack.encode(EngineHandshakeMetadata(addresses=self.addresses, parallel_config=config))
+
+    def check(self, index: int, message: HandshakeMessage) -> None:
+        """Refuse an engine that was started for something else. Raises :class:`EngineStartupError`."""
+        if message.local == self.is_local and (self.is_local or message.headless):
+            return
+        expected = "local=True" if self.is_local else "local=False, headless=True"
+        raise EngineStartupError(
+            f"engine {index} says local={message.local}, headless={message.headless}, expected {expected}; was it "
+            "started for another deployment?",
+            stage="hello",
+            engine_index=index,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What an engine said of itself.
+
+    Attributes:
+        profile: the layout it speaks.
+        response: ``None`` after an empty one: there is nothing to apply.
+        payload: the same as it came.
+    """
+
+    profile: WireProfile
+    response: EngineCoreReadyResponse | None
+    payload: bytes
+
+
 @dataclass(slots=True)
-class _Engine:
+class _Progress:
     """How far one engine has come; HELLO, then READY and the ready response in either order."""
 
     said_hello: bool = False
     said_ready: bool = False
-    has_responded: bool = False
-    response: EngineCoreReadyResponse | None = None
-    """``None`` after an empty one: there is nothing to apply."""
+    response: Ready | None = None
 
     @property
     def missing(self) -> str | None:
         if not self.said_hello:
             return "has not said HELLO"
-        if not (self.said_ready and self.has_responded):
+        if not self.said_ready or self.response is None:
             return "has said HELLO and is not ready"
         return None
+
+
+class Reception:
+    """Where engines are received: makes a link for each incarnation, and knows what to tell it.
+
+    Args:
+        context: for the links' sockets.
+        config: of the client.
+        endpoints: where links are bound.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, endpoints: Endpoints) -> None:
+        self._context = context
+        self._config = config
+        self._endpoints = endpoints
+        self._local_ranks = () if config.starts_vllm else config.local_ranks
+        self._incarnations: Counter[int] = Counter()
+
+    def open_link(self, index: int) -> Link:
+        """Bind a link for the next incarnation of an engine. Raises :class:`OSError`."""
+        self._incarnations[index] += 1
+        name = f"{index}.{self._incarnations[index]}"
+        addresses = self._endpoints.of_link(name, is_local=index in self._local_ranks)
+        return Link(self._context, self._config, addresses)
+
+    def expected(self, engine: Engine) -> Expected:
+        """Say what is agreed with this incarnation of an engine."""
+        addresses = EngineZmqAddresses(inputs=[engine.link.input_address], outputs=[engine.link.output_address])
+        return Expected(addresses, is_local=engine.index in self._local_ranks)
 
 
 class EngineStartup:
     """Who said HELLO, who is ready. Takes messages, returns replies; no I/O.
 
     Args:
-        engine_indexes: the engines to wait for.
-        local: they were started by this process; otherwise they must be headless.
-        addresses: what INIT tells them.
-        handshake: do the handshake; otherwise somebody else does, and only ready responses are awaited.
+        expected: the engines to wait for, by rank; ``None``: somebody else shakes hands with it, and only its ready
+            response is awaited.
         max_model_len: of the configuration; what holds if an engine's ready response is empty.
     """
 
-    def __init__(
-        self,
-        engine_indexes: Collection[int],
-        *,
-        local: bool,
-        addresses: EngineZmqAddresses,
-        handshake: bool = True,
-        max_model_len: int | None = None,
-    ) -> None:
-        self._local = local
+    def __init__(self, expected: Mapping[int, Expected | None], *, max_model_len: int | None = None) -> None:
+        self._expected = {index: agreed for index, agreed in expected.items() if agreed is not None}
         self._max_model_len = max_model_len
-        self._engines = {index: _Engine(not handshake, not handshake) for index in engine_indexes}
-        self._init = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses=addresses, parallel_config={}))
+        self._engines = {index: _Progress(agreed is None, agreed is None) for index, agreed in expected.items()}
         self._handshake = MsgpackDecoder(HandshakeMessage)
-        self._ready = MsgpackDecoder(EngineCoreReadyResponse)
 
     @property
     def is_complete(self) -> bool:
@@ -89,14 +155,15 @@ class EngineStartup:
         return all(engine.missing is None for engine in self._engines.values())
 
     @property
-    def everyone_said_hello(self) -> bool:
-        """Whether every engine has been heard of."""
-        return all(engine.said_hello for engine in self._engines.values())
+    def all_local_said_hello(self) -> bool:
+        """Whether every engine that this process started has been heard of."""
+        return all(self._engines[index].said_hello or not agreed.is_local for index, agreed in self._expected.items())
 
-    @property
-    def responses(self) -> list[EngineCoreReadyResponse]:
-        """The ready responses, by engine index."""
-        return [engine.response for _, engine in sorted(self._engines.items()) if engine.response is not None]
+    def ready_of(self, index: int) -> Ready:
+        """Return what an engine that is ready said of itself."""
+        ready = self._engines[index].response
+        assert ready is not None, f"engine {index} is not ready"
+        return ready
 
     def missing(self) -> str:
         """Say which engines are missing, and what of them."""
@@ -109,34 +176,38 @@ class EngineStartup:
         Raises:
             EngineStartupError: the engine contradicts what was agreed; start-up cannot succeed.
         """
-        engine = self._known(identity, "handshake")
-        if engine is None:
+        index = self._known(identity, "handshake")
+        if index is None or index not in self._expected:
             return None
+        engine = self._engines[index]
         try:
             message = self._handshake.decode([payload])
         except DecodeError as exc:
-            logger.warning("ignored a handshake message of engine %s: %s", engine_index_of(identity), exc)
+            logger.warning("ignored a handshake message of engine %s: %s", index, exc)
             return None
-        self._check_origin(identity, message)
+        self._expected[index].check(index, message)
         if message.status == "HELLO" and not engine.said_hello:
             engine.said_hello = True
-            return self._init
+            return self._expected[index].init()
         if message.status == "READY" and engine.said_hello and not engine.said_ready:
             engine.said_ready = True
             return None
         raise EngineStartupError(
-            f"unexpected {message.status} from engine {engine_index_of(identity)}, which "
+            f"unexpected {message.status} from engine {index}, which "
             f"{engine.missing or 'is ready already'}; was it started twice?",
             stage="hello" if message.status == "HELLO" else "ready",
-            engine_index=engine_index_of(identity),
+            engine_index=index,
         )
 
     def on_ready_response(self, identity: bytes, payload: bytes) -> None:
-        """Take a message of the input socket. Another one of the same engine replaces the first."""
-        engine = self._known(identity, "ready")
-        if engine is None:
+        """Take a message of the input socket. Another one of the same engine replaces the first.
+
+        Raises:
+            EngineStartupError: it cannot be understood, or leaves out what has to be known.
+        """
+        index = self._known(identity, "ready")
+        if index is None:
             return
-        index = engine_index_of(identity)
         if not payload and self._max_model_len is None:
             raise EngineStartupError(
                 f"engine {index} sent an empty ready response, so max_model_len is not known; "
@@ -145,41 +216,30 @@ class EngineStartup:
                 engine_index=index,
             )
         try:
-            response = self._ready.decode([payload]) if payload else None
+            profile, response = decode_ready([payload]) if payload else (V0_25, None)
         except DecodeError as exc:
             raise EngineStartupError(f"engine {index}: {exc}", stage="ready", engine_index=index) from exc
-        if engine.has_responded:
+        if self._engines[index].response is not None:
             logger.warning("engine %s sent a second ready response, which replaces the first", index)
-        engine.has_responded, engine.response = True, response
+        self._engines[index].response = Ready(profile, response, payload)
 
-    def _known(self, identity: bytes, what: str) -> _Engine | None:
+    def _known(self, identity: bytes, what: str) -> int | None:
         index = engine_index_of(identity)
-        engine = None if index is None else self._engines.get(index)
-        if engine is None:
-            expected = ", ".join(map(str, self._engines))
-            logger.warning("ignored a %s message of unexpected identity %r; expected: %s", what, identity, expected)
-        return engine
-
-    def _check_origin(self, identity: bytes, message: HandshakeMessage) -> None:
-        if message.local == self._local and (self._local or message.headless):
-            return
-        expected = "local=True" if self._local else "local=False, headless=True"
-        raise EngineStartupError(
-            f"engine {engine_index_of(identity)} says local={message.local}, headless={message.headless}, expected "
-            f"{expected}; was it started for another deployment?",
-            stage="hello",
-            engine_index=engine_index_of(identity),
-        )
+        if index in self._engines:
+            return index
+        expected = ", ".join(map(str, self._engines))
+        logger.warning("ignored a %s message of unexpected identity %r; expected: %s", what, identity, expected)
+        return None
 
 
 def wait_for_engines(
     startup: EngineStartup,
     handshake_socket: zmq.Socket[bytes] | None,
-    input_socket: zmq.Socket[bytes],
+    engines: Iterable[Engine],
     *,
     started: float,
     ready_timeout_s: float,
-    hello_timeout_s: float | None,
+    hello_timeout_s: float,
     first_death: Callable[[], EngineDeath | None],
     log_tail: Callable[[], tuple[str, ...]],
 ) -> None:
@@ -190,7 +250,7 @@ def wait_for_engines(
         started: when the engines were launched, by the monotonic clock. Both limits count from then, and no message
             restarts them.
         ready_timeout_s: until everything is ready.
-        hello_timeout_s: the tighter limit until every engine has been heard of; ``None``: there is none.
+        hello_timeout_s: the tighter limit until every engine that this process started has been heard of.
         first_death: tells of an engine process that has ended.
         log_tail: what the engines printed, for the error.
 
@@ -199,16 +259,18 @@ def wait_for_engines(
         EngineStartupError: an engine ended, or contradicts the protocol.
     """
     next_report = started + REPORT_EVERY_S
+    links = {engine.link.input_socket: engine.link for engine in engines}
     poller = zmq.Poller()
-    for socket in filter(None, (handshake_socket, input_socket)):
+    for socket in filter(None, (handshake_socket, *links)):
         poller.register(socket, zmq.POLLIN)
     while not startup.is_complete:
         for socket, _ in poller.poll(POLL_MS):
             frames = socket.recv_multipart()
             if len(frames) != 2:
                 logger.warning("ignored a start-up message of %d frames, expected 2", len(frames))
-            elif socket is input_socket:
-                startup.on_ready_response(*frames)
+            elif socket in links:
+                if is_of(links[socket].engines, frames[0]):
+                    startup.on_ready_response(*frames)
             elif (reply := startup.on_handshake(*frames)) is not None:
                 try:
                     send_message(socket, (frames[0], reply))
@@ -224,7 +286,7 @@ def wait_for_engines(
                 stage="ready",
                 log_tail=log_tail(),
             )
-        if hello_timeout_s is not None and waited > hello_timeout_s and not startup.everyone_said_hello:
+        if waited > hello_timeout_s and not startup.all_local_said_hello:
             raise EngineStartupTimeout(
                 f"no word from a local engine process within {hello_timeout_s:g} s: {startup.missing()}. It only has "
                 "to start Python for that; hello_timeout_s raises the limit",
@@ -236,15 +298,30 @@ def wait_for_engines(
             logger.info("waiting for engines since %.0f s: %s", waited, startup.missing())
 
 
-def apply_ready_responses(config: EngineConfig, responses: list[EngineCoreReadyResponse]) -> None:
+def is_of(engines: Sequence[Engine], identity: bytes) -> bool:
+    """Whether an identity is one of these engines'; says so in the log if it is not."""
+    if engine_index_of(identity) in [engine.index for engine in engines]:
+        return True
+    expected = ", ".join(str(engine.index) for engine in engines)
+    logger.warning("ignored a message of unexpected identity %r on an input socket; expected: %s", identity, expected)
+    return False
+
+
+def apply_ready_responses(
+    config: EngineConfig, responses: Sequence[EngineCoreReadyResponse], *, max_model_len: int | None = None
+) -> None:
     """Write what the engines turned out to be into the frontend's configuration (C-25).
 
-    ``max_model_len`` takes the minimum, blocks are summed, capacity figures keep the first engine's.
+    ``max_model_len`` takes the minimum, blocks are summed, capacity figures keep the first engine's. What an earlier
+    call wrote is replaced.
+
+    Args:
+        max_model_len: what was asked for.
     """
     if not responses:
         return
     config.num_gpu_blocks = sum(response.num_gpu_blocks for response in responses)
-    lengths = [config.max_model_len, *(response.max_model_len for response in responses)]
+    lengths = [max_model_len, *(response.max_model_len for response in responses)]
     config.max_model_len = min(filter(None, lengths), default=None)
     for response in responses:
         config.block_size = response.block_size

@@ -1,4 +1,4 @@
-"""``SyncMPClient``: blocking calls to an engine in another process."""
+"""``SyncMPClient``: blocking calls to engines in other processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -15,10 +14,12 @@ from typing import Any, Final, TypeVar
 import zmq
 
 from enginewire.client.base import ExecutorChoice
-from enginewire.client.inbox import Frames, Inbox
+from enginewire.client.engines import Link
+from enginewire.client.inbox import Arrival, Inbox
 from enginewire.client.mp import MPClient
+from enginewire.client.utilities import Call, combined
 from enginewire.config import EngineConfig
-from enginewire.errors import EngineDeath, UtilityTimeoutError
+from enginewire.errors import EngineClientError, UtilityTimeoutError
 from enginewire.transport.sockets import inproc_pair, receive_message
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
@@ -30,12 +31,12 @@ BURST_S: Final = 30e-6
 """A message that had to be waited for longer than this is handed over alone and at once: finding out that nothing
 follows it would cost a tenth of the latency of a call. Sooner than that, more are likely to be there."""
 
-PEER_CHECK_MS: Final = 1000
-"""How often remote engines are looked after: whether one is lost, or was restarted."""
+LOOK_MS: Final = 250
+"""How often engines are looked after: whether one is lost, or is back."""
 
 JOIN_S: Final = 5.0
 
-Batch = list["Frames | EngineCoreOutputs"]
+Batch = list[Arrival]
 End = Callable[[], BaseException]
 
 T = TypeVar("T")
@@ -51,10 +52,11 @@ class SyncMPClient(MPClient):
         self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None, **kwargs: Any
     ) -> None:
         self._queue: queue.SimpleQueue[Batch | End] = queue.SimpleQueue()
-        self._batch: deque[Frames | EngineCoreOutputs] = deque()
+        self._batch: deque[Arrival] = deque()
         # Held by the consumer who waits for the next batch: the others wait for him, and take from what he got.
         self._turn = threading.Lock()
         self._end: End | None = None
+        self._receiver: _Receiver | None = None
         super().__init__(config, executor_class, log_stats, **kwargs)
         try:
             self._start_receiver()
@@ -64,46 +66,21 @@ class SyncMPClient(MPClient):
             raise
 
     def _start_receiver(self) -> None:
-        resources = self.resources
-        output_socket = resources.output_socket
-        assert output_socket is not None
-        wake_receiver, wake_sender = inproc_pair(resources.context, "wake")
-        me = weakref.ref(self)
-
-        def check_peers() -> Batch:
-            client = me()
-            if client is None:
-                return []
-            with client.resources.send_lock:
-                return client._look_after_peers()
-
-        # From here on the output socket belongs to the thread, which closes it.
-        thread = threading.Thread(
-            target=_receive,
-            args=(output_socket, wake_receiver, self.inbox, self._queue, check_peers),
-            name="enginewire-receiver",
-            daemon=True,
-        )
+        receiver = _Receiver(self)
         inbox, outgoing = self.inbox, self._queue
-
-        def stop() -> bool:
-            with contextlib.suppress(zmq.Again):  # it has ended already, of an error
-                wake_sender.send(b"", zmq.NOBLOCK)
-            thread.join(JOIN_S)
-            return not thread.is_alive()
 
         def on_closed(make_error: End) -> None:
             inbox.calls.close(make_error)
             outgoing.put(make_error)
 
-        resources.on_closed = on_closed
-        thread.start()
-        resources.stop_receiver = stop
+        self.resources.on_closed = on_closed
+        self._receiver = receiver
+        receiver.start()
+        self.resources.stop_receiver = receiver.stop
 
-    def _on_death(self, death: EngineDeath) -> None:
-        if self.inbox.engine_died(death):
-            self.inbox.calls.close(death.exception)
-            self._queue.put(death.exception)
+    def _wake_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.wake()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._ensure_own_process()
@@ -147,71 +124,139 @@ class SyncMPClient(MPClient):
         raise self._end()
 
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.ensure_alive()
-        call_id = self.inbox.calls.start(method, waiter)
+        self._ensure_own_process()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self.resources.send_lock:
+            calls: list[Call[concurrent.futures.Future[Any]]] = self._start_calls(
+                method, args, concurrent.futures.Future
+            )
         try:
-            with self.resources.send_lock:
-                self._send_utility(call_id, method, args)
-            return waiter.result(timeout)
-        except concurrent.futures.TimeoutError as exc:
-            if waiter.done():
-                return waiter.result()  # it came at the last moment
-            raise UtilityTimeoutError(f"{method} was not answered within {timeout:g} s", method=method) from exc
+            return combined(calls, [_outcome(call, deadline, timeout) for call in calls])
         finally:
-            self.inbox.calls.forget(call_id)
+            self._forget_calls(calls)
+
+
+def _outcome(call: Call[concurrent.futures.Future[Any]], deadline: float | None, timeout: float | None) -> object:
+    """Wait for one engine's answer: a result, or the error that came instead."""
+    try:
+        return call.waiter.result(_seconds_to(deadline, forever=None))
+    except EngineClientError as exc:
+        return exc
+    except concurrent.futures.TimeoutError as exc:
+        if call.waiter.done():
+            return call.waiter.result()  # it came at the last moment
+        raise UtilityTimeoutError(
+            f"{call.method} was not answered within {timeout:g} s", method=call.method, engine_index=call.engine_index
+        ) from exc
 
 
 def _seconds_to(deadline: float | None, *, forever: T) -> float | T:
     return forever if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _receive(
-    output_socket: zmq.Socket[bytes],
-    wake_receiver: zmq.Socket[bytes],
-    inbox: Inbox,
-    outgoing: queue.SimpleQueue[Batch | End],
-    check_peers: Callable[[], Batch],
-) -> None:
-    """Receive until woken: utility answers are resolved here, the rest is handed over in batches."""
-    poller = zmq.Poller()
-    poller.register(output_socket, zmq.POLLIN)
-    poller.register(wake_receiver, zmq.POLLIN)
-    next_check = time.monotonic() + PEER_CHECK_MS / 1000
-    try:
-        while True:
+class _Receiver:
+    """The thread that receives; it holds no reference to the client, and owns the output sockets.
+
+    Utility answers are resolved here, the rest is handed over in batches.
+    """
+
+    def __init__(self, client: SyncMPClient) -> None:
+        self._inbox = client.inbox
+        self._engines = client.engines
+        self._lookout = client.lookout
+        self._send_lock = client.resources.send_lock
+        self._outgoing = client._queue
+        self._wake_reader, self._wake_writer = inproc_pair(client.resources.context, "wake")
+        self._wake_lock = threading.Lock()  # a socket may be used by one thread at a time
+        self._is_stopping = False
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="enginewire-receiver", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have it look after the engines at once."""
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):  # it has ended already
+            self._wake_writer.send(b"", zmq.NOBLOCK)
+
+    def stop(self) -> bool:
+        """End it, and have it close its sockets; ``False``: it does not end."""
+        self._is_stopping = True
+        self.wake()
+        self._thread.join(JOIN_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._receive()
+        except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            message = f"the receiver failed: {exc!r}"
+            self._end(lambda: RuntimeError(message))
+        finally:
+            for link in self._inbox.links:
+                link.output_socket.close(linger=0)
+            self._wake_reader.close(linger=0)
+
+    def _end(self, make_error: End) -> None:
+        self._has_ended = True
+        self._outgoing.put(make_error)
+        self._inbox.calls.close(make_error)
+
+    def _receive(self) -> None:
+        links: tuple[Link, ...] = ()
+        sources: dict[zmq.Socket[bytes], Link] = {}
+        poller = zmq.Poller()
+        next_look = time.monotonic() + LOOK_MS / 1000
+        while not self._is_stopping:
+            if links is not self._inbox.links:
+                links = self._inbox.links
+                sources = {link.output_socket: link for link in links}
+                poller = zmq.Poller()
+                for socket in (self._wake_reader, *sources):
+                    poller.register(socket, zmq.POLLIN)
             began = time.monotonic()
-            ready = poller.poll(PEER_CHECK_MS)
-            if any(socket is wake_receiver for socket, _ in ready):
-                return
+            ready = poller.poll(LOOK_MS)
             now = time.monotonic()
-            is_due = now >= next_check
-            batch, is_drained = _drain(output_socket, inbox, BATCH if is_due or now - began < BURST_S else 1)
-            if batch:
-                outgoing.put(batch)
+            is_due = now >= next_look
+            is_drained = True
+            for socket, _ in ready:
+                if socket is self._wake_reader:
+                    self._wake_reader.recv()
+                    is_due = True
+                    if self._is_stopping:
+                        return
+            for link in links if is_due else [sources[socket] for socket, _ in ready]:
+                batch, is_all = _drain(link, self._inbox, BATCH if is_due or now - began < BURST_S else 1)
+                is_drained = is_drained and is_all
+                if batch:
+                    self._outgoing.put(batch)
             # What an engine sent before it died or was lost comes first.
-            inbox.report_marker()
-            if is_due and is_drained:
-                next_check = now + PEER_CHECK_MS / 1000
-                if failures := check_peers():
-                    outgoing.put(failures)
-    except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-        message = f"the receiver failed: {exc!r}"
-        outgoing.put(lambda: RuntimeError(message))
-        inbox.calls.close(lambda: RuntimeError(message))
-    finally:
-        output_socket.close(linger=0)
-        wake_receiver.close(linger=0)
+            if (is_due and is_drained) or self._inbox.marked:
+                next_look = now + LOOK_MS / 1000
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        if self._has_ended:
+            return
+        with self._send_lock:
+            news = self._lookout.look(now)
+        if news:
+            self._outgoing.put(news)
+        if self._engines.death is not None:
+            self._end(self._engines.death.exception)
 
 
-def _drain(output_socket: zmq.Socket[bytes], inbox: Inbox, limit: int) -> tuple[Batch, bool]:
+def _drain(link: Link, inbox: Inbox, limit: int) -> tuple[Batch, bool]:
     """Take what is there, up to ``limit`` messages, without waiting; tell whether that is known to be all."""
     batch: Batch = []
+    socket, sort = link.output_socket, inbox.sort
     try:
         for _ in range(limit):
-            frames = receive_message(output_socket)
-            if inbox.sort(frames):
-                batch.append(frames)
+            frames = receive_message(socket)
+            if sort(link, frames):
+                batch.append((link, frames))
     except zmq.Again:
         return batch, True
     return batch, False

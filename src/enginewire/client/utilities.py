@@ -1,13 +1,15 @@
-"""Utility calls in flight: one registry for both faces (C-30 to C-32)."""
+"""Utility calls in flight: one registry for both faces (C-30 to C-32). What several engines' answers mean (C-33)."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import itertools
 import logging
+import secrets
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Protocol, TypeGuard, TypeVar
 
 from enginewire.errors import DecodeError, UtilityCallError
 from enginewire.wire.messages import UtilityOutput, utility_result
@@ -26,8 +28,20 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
+@dataclass(frozen=True, slots=True)
+class Call(Generic[W]):
+    """One utility call to one engine."""
+
+    call_id: int
+    method: str
+    engine_index: int
+    waiter: W
+
+
 class UtilityCalls:
     """Files a future per call and resolves it when the answer arrives.
+
+    Call ids begin at random, so that the answers to a frontend that was here before fit nobody.
 
     The lock guards one invariant: a waiter is in the map only while the registry is open, so that whoever closes it
     fails every waiter there will ever be.
@@ -37,15 +51,15 @@ class UtilityCalls:
         self._allow_pickle = allow_pickle
         # Reentrant: the garbage collector may shut another part of the client down in the middle of a call.
         self._lock = threading.RLock()
-        self._ids = itertools.count(1)
-        self._pending: dict[int, tuple[str, Waiter]] = {}
+        self._ids = itertools.count(secrets.randbits(62))
+        self._pending: dict[int, Call[Any]] = {}
         self._closed: Callable[[], BaseException] | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def start(self, method: str, waiter: Waiter) -> int:
-        """File ``waiter`` and return its call id. Before sending: the answer may be faster than the sender.
+    def start(self, method: str, waiter: W, engine_index: int = 0) -> Call[W]:
+        """File ``waiter`` under a new call id. Before sending: the answer may be faster than the sender.
 
         Raises:
             EngineDeadError, ClientClosedError: the registry is closed; nothing was filed.
@@ -53,36 +67,46 @@ class UtilityCalls:
         with self._lock:
             if self._closed is not None:
                 raise self._closed()
-            call_id = next(self._ids)
-            self._pending[call_id] = (method, waiter)
-        return call_id
+            call = Call(next(self._ids), method, engine_index, waiter)
+            self._pending[call.call_id] = call
+        return call
 
     def forget(self, call_id: int) -> None:
         """Undo :meth:`start`: failed to send, timed out, cancelled, or simply done. Idempotent."""
         with self._lock:
             self._pending.pop(call_id, None)
 
-    def finish(self, output: UtilityOutput) -> None:
+    def finish(self, output: UtilityOutput, engine_index: int = 0) -> None:
         """Resolve the call that ``output`` answers. An answer nobody waits for is dropped (C-31)."""
         with self._lock:
-            method, waiter = self._pending.pop(output.call_id, ("", None))
-        if waiter is None:
+            call = self._pending.get(output.call_id)
+            if call is not None and call.engine_index == engine_index:
+                del self._pending[output.call_id]
+            else:
+                call = None
+        if call is None:
             logger.warning("dropped a utility answer for no waiting call: call_id=%s", output.call_id)
         elif output.failure_message is not None:
-            fail(waiter, UtilityCallError(output.failure_message, method=method))
+            fail(call.waiter, _error(call, output.failure_message))
         else:
             try:
-                resolve(waiter, utility_result(output, allow_pickle=self._allow_pickle))
+                resolve(call.waiter, utility_result(output, allow_pickle=self._allow_pickle))
             except DecodeError as exc:
-                fail(waiter, UtilityCallError(f"the result of {method} cannot be decoded: {exc}", method=method))
+                fail(call.waiter, _error(call, f"the result of {call.method} cannot be decoded: {exc}"))
 
-    def fail_pending(self, make_exception: Callable[[], BaseException]) -> None:
-        """Fail the calls in flight, each with an exception of its own; new ones are welcome."""
+    def engine_lost(self, engine_index: int, cause: str) -> None:
+        """Fail the calls in flight to one engine; new ones are welcome."""
+        self._fail_pending(lambda call: _error(call, cause), engine_index)
+
+    def _fail_pending(
+        self, make_exception: Callable[[Call[Any]], BaseException], engine_index: int | None = None
+    ) -> None:
         with self._lock:
-            pending = list(self._pending.values())
-            self._pending.clear()
-        for _, waiter in pending:
-            fail(waiter, make_exception())
+            calls = [call for call in self._pending.values() if engine_index in (None, call.engine_index)]
+            for call in calls:
+                del self._pending[call.call_id]
+        for call in calls:
+            fail(call.waiter, make_exception(call))
 
     def forget_all(self) -> None:
         """Drop the calls in flight without a word: their callers are gone."""
@@ -92,8 +116,49 @@ class UtilityCalls:
     def close(self, make_exception: Callable[[], BaseException]) -> None:
         """Fail the calls in flight and every later one. The first cause stays."""
         with self._lock:
-            self._closed = self._closed or make_exception
-        self.fail_pending(self._closed)
+            closed = self._closed = self._closed or make_exception
+        self._fail_pending(lambda _: closed())
+
+
+MUST_AGREE: Final = ("is_sleeping", "is_scheduler_paused", "get_weight_version")
+ALL_MUST_SUCCEED: Final = ("reset_prefix_cache", "wake_up")
+"""Utilities whose result is true only if it is for every engine. Source of both: protocol M.3."""
+
+
+def combined(calls: Sequence[Call[Any]], outcomes: Sequence[object]) -> Any:
+    """Make one result of what several engines answered: the first one's, unless they have to agree.
+
+    Args:
+        outcomes: in the order of ``calls``; an exception where the call failed.
+
+    Raises:
+        UtilityCallError: an engine failed it, or they disagree. Further failures are in its notes.
+    """
+    failures = [(call, outcome) for call, outcome in zip(calls, outcomes, strict=True) if _is_failure(outcome)]
+    if failures:
+        call, error = failures[0]
+        if len(calls) > 1 and type(error) is UtilityCallError:
+            error = UtilityCallError(
+                f"engine {call.engine_index}: {error}", method=call.method, engine_index=call.engine_index
+            )
+        for other, cause in failures[1:]:
+            error.add_note(f"engine {other.engine_index} failed too: {cause}")
+        raise error
+    method = calls[0].method
+    if method in MUST_AGREE and any(outcome != outcomes[0] for outcome in outcomes):
+        said = ", ".join(f"{call.engine_index}: {outcome}" for call, outcome in zip(calls, outcomes, strict=True))
+        raise UtilityCallError(f"the engines disagree on {method} ({said})", method=method)
+    if method in ALL_MUST_SUCCEED:
+        return next((outcome for outcome in outcomes if outcome is False), outcomes[0])
+    return outcomes[0]
+
+
+def _is_failure(outcome: object) -> TypeGuard[BaseException]:
+    return isinstance(outcome, BaseException)
+
+
+def _error(call: Call[Any], message: str) -> UtilityCallError:
+    return UtilityCallError(message, method=call.method, engine_index=call.engine_index)
 
 
 def resolve(waiter: Waiter, result: object) -> None:

@@ -25,7 +25,9 @@ from enginewire.models import ALIASES
 VLLM: Final = "vllm"
 """The executor's name. No such executor is registered: it would load vLLM into our process."""
 
-_ERROR: Final = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b: .*|\b[A-Z]\w*(?:Error|Exception)$")
+_NAME: Final = r"[A-Z]\w*(?:Error|Exception)"
+_ERROR: Final = re.compile(rf"\b{_NAME}: .*|(?:^|(?<=[\])] )){_NAME}$|\berror: .*")
+"""The last line of a traceback, behind what vLLM puts in front of lines, or of a wrong command line."""
 
 
 class VLLMOptions(Struct, kw_only=True, forbid_unknown_fields=True):

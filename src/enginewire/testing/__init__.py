@@ -3,7 +3,7 @@
 May import anything below the frontends. Start with :class:`MockEngine`.
 """
 
-from enginewire.testing.mock_engine import MockEngine, Received, free_tcp_port, mock_ready
+from enginewire.testing.mock_engine import MockEngine, Received, free_tcp_port, mock_ready, mock_ready_0_32
 from enginewire.testing.waiting import wait_until
 
-__all__ = ["MockEngine", "Received", "free_tcp_port", "mock_ready", "wait_until"]
+__all__ = ["MockEngine", "Received", "free_tcp_port", "mock_ready", "mock_ready_0_32", "wait_until"]

@@ -40,10 +40,12 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 import zmq
 
+from enginewire.wire import v0_32
 from enginewire.wire.codec import MsgpackDecoder, MsgpackEncoder, RequestDecoder
 from enginewire.wire.frames import ABORT, ADD, ENGINE_CORE_DEAD, REQUEST_TYPES, UTILITY, Buffer, engine_identity
 from enginewire.wire.handshake import EngineCoreReadyResponse, EngineHandshakeMetadata, HandshakeMessage
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityCall, utility_output
+from enginewire.wire.profile import V0_25, V0_32, WireProfile
 
 T = TypeVar("T")
 SocketName = Literal["handshake", "input", "output"]
@@ -86,6 +88,23 @@ def mock_ready(**changes: Any) -> EngineCoreReadyResponse:
     return EngineCoreReadyResponse(**(fields | changes))
 
 
+def mock_ready_0_32(**changes: Any) -> v0_32.EngineCoreReadyResponse:
+    """Make a ready response of vLLM 0.32."""
+    fields: dict[str, Any] = {
+        "vllm_version": "0.32.0",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "data_parallel_rank": 0,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "instance_id": "mock",
+        "supports_lora": False,
+        "max_loras": 0,
+    }
+    return v0_32.EngineCoreReadyResponse(**(msgspec.structs.asdict(mock_ready()) | fields | changes))
+
+
 _ports = itertools.count(random.randrange(10_000))
 
 
@@ -122,6 +141,12 @@ class MockEngine:
         on_message: called on the engine's thread with each message, to answer at once: for asyncio tests, where the
             test itself must not block. The message is still recorded.
         zero_copy_threshold: bytes from which arrays of outputs get frames of their own.
+        profile: the layout that it speaks.
+
+    Attributes:
+        answers_pings: answer a frontend that asks whether it lives (``is_scheduler_paused``) at once and by itself, as
+            every sound engine does; such calls are counted in ``num_pings`` and not otherwise recorded. Turn it off for
+            an engine that hangs.
     """
 
     def __init__(
@@ -135,6 +160,7 @@ class MockEngine:
         startup: Callable[[MockEngine], None] | None = None,
         on_message: Callable[[MockEngine, Received], None] | None = None,
         zero_copy_threshold: int = 256,
+        profile: WireProfile = V0_25,
     ) -> None:
         self.engine_index = engine_index
         self.identity = engine_identity(engine_index) if identity is None else identity
@@ -147,7 +173,10 @@ class MockEngine:
         self._startup = MockEngine.start_up if startup is None else startup
         self._on_message = on_message
         self._encoder = MsgpackEncoder(zero_copy_threshold=zero_copy_threshold)
-        self._request_decoder = RequestDecoder()
+        self.profile = profile
+        self.answers_pings = True
+        self.num_pings = 0
+        self._request_decoder = RequestDecoder(profile.request)
         self._utility_decoder = MsgpackDecoder(UtilityCall)
 
         # The sockets are used by the I/O thread alone; other threads hand it functions.
@@ -221,8 +250,10 @@ class MockEngine:
     def send_ready_response(
         self, ready: EngineCoreReadyResponse | Mapping[str, object] | None = None, *, client_index: int | None = None
     ) -> None:
-        """Send the ready response to one frontend or to all; by default that of :func:`mock_ready`."""
-        payload = msgspec.msgpack.encode(mock_ready() if ready is None else ready)
+        """Send the ready response to one frontend or to all; by default that of :func:`mock_ready`, in its layout."""
+        if ready is None:
+            ready = mock_ready_0_32() if self.profile is V0_32 else mock_ready()
+        payload = msgspec.msgpack.encode(ready)
         indices = range(len(self._inputs)) if client_index is None else [client_index]
         for index in indices:
             self.send_raw([payload], to="input", client_index=index)
@@ -278,7 +309,7 @@ class MockEngine:
         """Send a message of outputs; ``fields`` are further ones of :class:`EngineCoreOutputs`."""
         if not isinstance(outputs, EngineCoreOutputs):
             outputs = EngineCoreOutputs(engine_index=self.engine_index, outputs=list(outputs), **fields)
-        message = outputs
+        message = self.profile.outputs_of(outputs)
         self._on_io_thread(lambda: self._socket("output", client_index).send_multipart(self._encoder.encode(message)))
 
     def answer_utility(self, call: UtilityCall, value: object = None) -> None:
@@ -411,6 +442,11 @@ class MockEngine:
             message = msgspec.msgpack.decode(payload[0], type=list[str])
         else:
             message = msgspec.msgpack.decode(payload[0])
+        if kind == UTILITY and message.method == "is_scheduler_paused":
+            self.num_pings += 1
+            if self.answers_pings:
+                self.answer_utility(message, False)
+            return
         received = Received(REQUEST_TYPES.get(kind, kind.hex()), message, client_index, frames)
         with self._news:
             self.received.append(received)

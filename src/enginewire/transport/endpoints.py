@@ -24,19 +24,29 @@ MAX_IPC_PATH_BYTES = 103
 FOLDER_PREFIX = "enginewire-"
 LONGEST_SOCKET_NAME = "handshake"
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses to bind; a tcp port 0 is resolved by binding.
+    """Addresses to bind; a tcp port ``*`` is resolved by binding. Source: protocol A.3.
 
     Attributes:
-        folder: holds the ipc sockets and belongs to us; ``None`` with tcp.
+        handshakes: for one ROUTER; engines started by us use the first, those started elsewhere the last.
+        host: for the tcp sockets of engines that cannot come by ipc.
+        folder: holds the ipc sockets and belongs to us; ``None`` if there are none.
     """
 
-    handshake: str
-    input: str
-    output: str
+    handshakes: tuple[str, ...]
+    host: str = LOOPBACK
     folder: str | None = None
+
+    def of_link(self, name: str, *, is_local: bool) -> tuple[str, str]:
+        """Return the addresses of an engine's input and output; ``name`` is unique and short."""
+        if is_local and self.folder is not None:
+            return f"ipc://{self.folder}/i{name}", f"ipc://{self.folder}/o{name}"
+        address = f"tcp://{LOOPBACK if is_local else self.host}:*"
+        return address, address
 
     def remove(self) -> None:
         """Remove the folder and the sockets in it. Idempotent."""
@@ -50,15 +60,17 @@ def choose_endpoints(config: EngineConfig) -> Endpoints:
     Raises:
         ConfigError: ``transport="ipc"`` and there is no folder for ipc sockets.
     """
-    if not config.starts_engines:
-        host = tcp_host(config.data_parallel_address)
-        handshake = f"tcp://{host}:{config.data_parallel_rpc_port or '*'}"
-        return Endpoints(handshake, f"tcp://{host}:*", f"tcp://{host}:*")
-    if config.transport != "tcp":
-        folder = _private_folder(config.ipc_dir, config.transport)
+    num_local = len(config.local_ranks)
+    handshakes: list[str] = []
+    folder, host = None, LOOPBACK
+    if num_local and not config.starts_vllm:
+        folder = None if config.transport == "tcp" else _private_folder(config.ipc_dir, config.transport)
         if folder is not None:
-            return Endpoints(f"ipc://{folder}/handshake", f"ipc://{folder}/input", f"ipc://{folder}/output", folder)
-    return Endpoints("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+            handshakes.append(f"ipc://{folder}/handshake")
+    if num_local < len(config.managed_ranks):
+        host = tcp_host(config.data_parallel_address)
+        handshakes.append(f"tcp://{host}:{config.data_parallel_rpc_port or '*'}")
+    return Endpoints(tuple(handshakes) or (f"tcp://{LOOPBACK}:*",), host, folder)
 
 
 def tcp_host(host: str) -> str:

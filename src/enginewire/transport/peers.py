@@ -23,7 +23,7 @@ class PeerWatch:
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        # Ends with its socket, and is closed with its context.
+        self._socket = socket
         self._monitor = socket.get_monitor_socket(EVENTS)
         self._open: set[int] = set()
         self._peer: set[int] = set()
@@ -41,6 +41,11 @@ class PeerWatch:
         """Whether one of the peer's connections has been closed since."""
         self._drain()
         return self._is_lost
+
+    def close(self) -> None:
+        """Stop watching, before the socket is closed. Otherwise it ends with the socket, and with its context."""
+        self._socket.disable_monitor()  # first: events that nobody reads would stop ZeroMQ's I/O thread
+        self._monitor.close(linger=0)
 
     def _drain(self) -> None:
         while True:

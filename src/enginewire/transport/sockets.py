@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket as stdlib_socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -17,9 +19,11 @@ LARGE_BUFFER_BYTES = 512 << 20
 
 IO_THREADS = 2
 
-HEARTBEAT_INTERVAL_MS = 1_000
-HEARTBEAT_TIMEOUT_MS = 10_000
-"""tcp only: a silent host is noticed after this time. Works against peers that set nothing."""
+HEARTBEAT_S = (1.0, 10.0)
+"""Interval and time-out; tcp only: a silent host is noticed after this time. Works against peers that set nothing."""
+
+LISTENER_SCHEME = "fd://"
+"""``fd://4``: a unix socket that somebody else has bound, listens already, and was handed to this process."""
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -28,7 +32,10 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    max_frame_bytes: int,
+    heartbeat_s: tuple[float, float] = HEARTBEAT_S,
 ) -> tuple[zmq.Socket[bytes], str]:
     """Bind a ROUTER and return it with its resolved address.
 
@@ -38,15 +45,25 @@ def bind_router(
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return socket, _bind(socket, endpoint, max_frame_bytes)
+    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, heartbeat_s)
 
 
 def bind_pull(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    max_frame_bytes: int,
+    heartbeat_s: tuple[float, float] = HEARTBEAT_S,
 ) -> tuple[zmq.Socket[bytes], str]:
     """Bind a PULL and return it with its resolved address."""
     socket = context.socket(zmq.PULL)
-    return socket, _bind(socket, endpoint, max_frame_bytes)
+    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, heartbeat_s)
+
+
+def bind_also(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind a socket to a further address and return it resolved."""
+    if is_ipv6(endpoint):
+        socket.setsockopt(zmq.IPV6, 1)
+    return _bind(socket, endpoint)
 
 
 def bind_publisher(
@@ -55,7 +72,7 @@ def bind_publisher(
     """Bind an XPUB and return it with its resolved address. It shows every subscription, also a second one."""
     socket = context.socket(zmq.XPUB)
     socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-    return socket, _bind(socket, endpoint, max_frame_bytes)
+    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, HEARTBEAT_S)
 
 
 def connect_dealer(
@@ -78,7 +95,7 @@ def bind_xpub(
     """Bind an XPUB that shows every subscription, repeated ones too, and return it with its resolved address."""
     socket = context.socket(zmq.XPUB)
     socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-    return socket, _bind(socket, endpoint, max_frame_bytes)
+    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, HEARTBEAT_S)
 
 
 def connect_xsub(
@@ -175,15 +192,31 @@ def receive_message(socket: zmq.Socket[bytes]) -> list[bytes]:
     return frames
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> str:
+def _prepare_and_bind(
+    socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int, heartbeat_s: tuple[float, float]
+) -> str:
     try:
         _set_common_options(socket, endpoint, max_frame_bytes)
-        if endpoint.startswith("tcp://"):
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        socket.bind(endpoint)
-    except zmq.ZMQError as exc:
+        for option, seconds in zip((zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT), heartbeat_s, strict=True):
+            if endpoint.startswith("tcp://"):
+                socket.setsockopt(option, max(1, round(seconds * 1000)))
+        return _bind(socket, endpoint)
+    except BaseException:
         socket.close(linger=0)
+        raise
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    try:
+        if endpoint.startswith(LISTENER_SCHEME):
+            descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
+            with stdlib_socket.socket(fileno=os.dup(descriptor)) as listener:
+                address = listener.getsockname()
+            socket.setsockopt(zmq.USE_FD, descriptor)
+            socket.bind(f"ipc://{address}")
+        else:
+            socket.bind(endpoint)
+    except zmq.ZMQError as exc:
         raise OSError(exc.errno, f"cannot bind {endpoint}: {exc.strerror}") from exc
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

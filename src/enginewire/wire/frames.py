@@ -63,3 +63,19 @@ def may_hold_utility_output(payload: Buffer) -> bool:
     if position < size:
         position += _INT_WIDTHS.get(payload[position], 1)
     return position < size and payload[position] == 0x90
+
+
+def sender_of(payload: Buffer) -> int | None:
+    """Return the ``engine_index`` of an EngineCoreOutputs payload without decoding it; ``None`` if it is none.
+
+    Engines that share a socket may speak different layouts, and this comes before either.
+    """
+    position = {0xDC: 3, 0xDD: 5}.get(payload[0], 1) if len(payload) else 1
+    if position >= len(payload):
+        return None
+    first = payload[position]
+    width = _INT_WIDTHS.get(first, 1) - 1
+    if first in range(0xD0, 0xD4) or (width == 0 and first > 0x7F):
+        return None  # negative, or no integer at all
+    digits = payload[position + 1 : position + 1 + width]
+    return int.from_bytes(digits, "big") if width else first

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from enginewire import EngineConfig, EngineStartupError
-from enginewire.client.startup import EngineStartup, apply_ready_responses
-from enginewire.testing import mock_ready
+from enginewire.client.startup import EngineStartup, Expected, apply_ready_responses
+from enginewire.testing import mock_ready, mock_ready_0_32
 from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses
+from enginewire.wire.profile import V0_25, V0_32
 
 ADDRESSES = EngineZmqAddresses(inputs=["ipc://in"], outputs=["ipc://out"])
 ENGINE_0, ENGINE_1 = b"\x00\x00", b"\x01\x00"
@@ -24,7 +25,7 @@ def said(status: str, *, local: bool = True, headless: bool = False) -> bytes:
 
 @pytest.fixture
 def startup() -> EngineStartup:
-    return EngineStartup([0, 1], local=True, addresses=ADDRESSES)
+    return EngineStartup(dict.fromkeys([0, 1], Expected(ADDRESSES, is_local=True)))
 
 
 def test_engines_become_ready_in_any_order(startup: EngineStartup) -> None:
@@ -37,9 +38,9 @@ def test_engines_become_ready_in_any_order(startup: EngineStartup) -> None:
     assert startup.missing() == "engine 0 has not said HELLO; engine 1 has said HELLO and is not ready"
     assert startup.on_handshake(ENGINE_1, said("READY")) is None
     assert startup.missing() == "engine 0 has not said HELLO"
-    assert not startup.everyone_said_hello
+    assert not startup.all_local_said_hello
     startup.on_handshake(ENGINE_0, said("HELLO"))
-    assert startup.everyone_said_hello
+    assert startup.all_local_said_hello
     startup.on_handshake(ENGINE_0, said("READY"))
     assert not startup.is_complete
     startup.on_ready_response(ENGINE_0, READY_RESPONSE)
@@ -94,7 +95,7 @@ def test_where_an_engine_was_started_must_be_what_was_agreed(
     expected_local: bool, local: bool, headless: bool, agrees: bool
 ) -> None:
     """Protocol B.1, 2 and 3."""
-    startup = EngineStartup([0], local=expected_local, addresses=ADDRESSES)
+    startup = EngineStartup({0: Expected(ADDRESSES, is_local=expected_local)})
     if agrees:
         assert startup.on_handshake(ENGINE_0, said("HELLO", local=local, headless=headless))
     else:
@@ -106,14 +107,16 @@ def test_the_second_of_two_ready_responses_counts(startup: EngineStartup, caplog
     """Defect 20: a repeat is a re-registration."""
     for blocks in (1, 2):
         startup.on_ready_response(ENGINE_0, msgspec.msgpack.encode(mock_ready(num_gpu_blocks=blocks)))
-    assert [response.num_gpu_blocks for response in startup.responses] == [2]
+    response = startup.ready_of(0).response
+    assert response is not None
+    assert response.num_gpu_blocks == 2
     assert "second ready response" in caplog.text
 
 
 def test_when_somebody_else_shakes_hands_only_responses_count() -> None:
     """K: several API servers."""
-    startup = EngineStartup([0], local=False, addresses=ADDRESSES, handshake=False)
-    assert startup.everyone_said_hello
+    startup = EngineStartup({0: None})
+    assert startup.all_local_said_hello
     startup.on_ready_response(ENGINE_0, READY_RESPONSE)
     assert startup.is_complete
 
@@ -121,13 +124,12 @@ def test_when_somebody_else_shakes_hands_only_responses_count() -> None:
 def test_what_engines_are_is_combined() -> None:
     """C-25: minimum, sum, last block size, first capacity figures."""
     config = EngineConfig.create("echo", max_model_len=2000, num_gpu_blocks=7)
-    apply_ready_responses(
-        config,
-        [
-            mock_ready(max_model_len=1500, num_gpu_blocks=10, block_size=16, kv_cache_size_tokens=160),
-            mock_ready(max_model_len=1800, num_gpu_blocks=20, block_size=32, kv_cache_size_tokens=640),
-        ],
-    )
+    responses = [
+        mock_ready(max_model_len=1500, num_gpu_blocks=10, block_size=16, kv_cache_size_tokens=160),
+        mock_ready(max_model_len=1800, num_gpu_blocks=20, block_size=32, kv_cache_size_tokens=640),
+    ]
+    for _ in range(2):  # what was written before is replaced, not added to
+        apply_ready_responses(config, responses, max_model_len=2000)
     assert (config.max_model_len, config.num_gpu_blocks, config.block_size) == (1500, 30, 32)
     assert (config.kv_cache_size_tokens, config.kv_cache_max_concurrency) == (160, 1.5625)
 
@@ -146,15 +148,38 @@ def test_nothing_but_warnings_is_logged(startup: EngineStartup, caplog: pytest.L
 
 def test_an_empty_ready_response_is_taken_if_the_length_is_known() -> None:
     """Protocol B.4: nothing to apply."""
-    startup = EngineStartup([0], local=False, addresses=ADDRESSES, handshake=False, max_model_len=512)
+    startup = EngineStartup({0: None}, max_model_len=512)
     startup.on_ready_response(ENGINE_0, b"")
     assert startup.is_complete
+    assert startup.ready_of(0).response is None
     config = EngineConfig.create("echo", max_model_len=512)
-    apply_ready_responses(config, startup.responses)
+    apply_ready_responses(config, [])
     assert (config.max_model_len, config.num_gpu_blocks) == (512, None)
 
 
 def test_an_empty_ready_response_without_a_length_says_what_to_set() -> None:
-    startup = EngineStartup([0], local=False, addresses=ADDRESSES, handshake=False)
+    startup = EngineStartup({0: None})
     with pytest.raises(EngineStartupError, match="set it in the configuration"):
         startup.on_ready_response(ENGINE_0, b"")
+
+
+def test_each_engine_is_told_its_own_addresses_and_local_and_headless_ones_mix() -> None:
+    """Issue 5; INIT is per engine, and so are its flags."""
+    expected = {
+        index: Expected(EngineZmqAddresses(inputs=[f"in{index}"], outputs=[f"out{index}"]), is_local=index == 0)
+        for index in (0, 1)
+    }
+    startup = EngineStartup(expected)
+    startup.on_handshake(ENGINE_0, said("HELLO"))
+    assert startup.all_local_said_hello
+    reply = startup.on_handshake(ENGINE_1, said("HELLO", local=False, headless=True))
+    assert reply is not None
+    assert msgspec.msgpack.decode(reply, type=EngineHandshakeMetadata).addresses.inputs == ["in1"]
+
+
+def test_the_layout_is_chosen_for_each_engine() -> None:
+    """Protocol M.1: two versions in one deployment."""
+    startup = EngineStartup(dict.fromkeys([0, 1]))
+    startup.on_ready_response(ENGINE_0, READY_RESPONSE)
+    startup.on_ready_response(ENGINE_1, msgspec.msgpack.encode(mock_ready_0_32()))
+    assert [startup.ready_of(index).profile for index in (0, 1)] == [V0_25, V0_32]

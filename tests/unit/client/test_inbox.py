@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
-import msgspec
 import pytest
 
 from client_harness import output
 from enginewire import EngineConfig, EngineCoreOutputs, FinishReason
-from enginewire.client.inbox import Inbox
-from enginewire.errors import DuplicateRequestIdError, EngineDeath
-from enginewire.testing import mock_ready
+from enginewire.client.engines import Engine, Engines
+from enginewire.client.inbox import Inbox, failures
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ENGINE_CORE_DEAD, Buffer
-from enginewire.wire.messages import utility_output
+from enginewire.wire.messages import SchedulerStats, utility_output
+from enginewire.wire.profile import V0_25, V0_32, WireProfile
 
 encode = MsgpackEncoder().encode
 
 
-@pytest.fixture
-def markers() -> list[int]:
-    return []
+def fake_link() -> Any:
+    """Make what an inbox needs of a link."""
+    return SimpleNamespace(engines=[], sole=None, decoders={})
+
+
+class Correspondence:
+    """An inbox, and engines that write to it over links of their own or a shared one."""
+
+    def __init__(self, *profiles: WireProfile, shared: bool = False) -> None:
+        self.engines = Engines(None)
+        link = fake_link()
+        for index, profile in enumerate(profiles):
+            engine = Engine(index, link if shared else fake_link(), is_ours=False)
+            engine.use_profile(profile)
+            self.engines.add(engine)
+        self.inbox = Inbox(EngineConfig.create("echo", max_frames=4), self.engines)
+
+    def sort(self, frames: list[Buffer], index: int = 0) -> bool:
+        return self.inbox.sort(self.engines[index].link, frames)
+
+    def take(self, frames: list[Buffer], index: int = 0) -> EngineCoreOutputs | None:
+        return self.inbox.take((self.engines[index].link, frames))
+
+    def admit(self, *request_ids: str, index: int = 0) -> None:
+        self.engines[index].live.update(dict.fromkeys(request_ids))
 
 
 @pytest.fixture
-def inbox(markers: list[int]) -> Inbox:
-    return Inbox(EngineConfig.create("echo", max_frames=4), [0], lambda: markers.append(1))
+def one() -> Correspondence:
+    return Correspondence(V0_25)
 
 
 @pytest.mark.parametrize(
@@ -43,25 +66,22 @@ def inbox(markers: list[int]) -> Inbox:
     ],
 )
 def test_messages_are_sorted_without_decoding_outputs(
-    inbox: Inbox, frames: list[Buffer], is_for_consumer: bool
+    one: Correspondence, frames: list[Buffer], is_for_consumer: bool
 ) -> None:
-    assert inbox.sort(frames) is is_for_consumer
+    assert one.sort(frames) is is_for_consumer
 
 
 @pytest.mark.parametrize("engine_index", [0, 5, 127, 128, 255, 256, 65535, 65536, 1 << 32])
-def test_an_answer_is_recognised_whatever_the_width_of_the_engine_index(inbox: Inbox, engine_index: int) -> None:
+def test_an_answer_is_recognised_whatever_the_width_of_the_engine_index(one: Correspondence, engine_index: int) -> None:
     """A utility caller must not wait for a slow consumer."""
     frames = encode(EngineCoreOutputs(engine_index=engine_index, utility_output=utility_output(1, 2)))
-    assert inbox.sort(frames) is False
+    assert one.sort(frames) is False
 
 
-def test_a_death_marker_is_reported_once_and_when_asked(inbox: Inbox, markers: list[int]) -> None:
+def test_a_death_marker_is_left_to_the_lookout(one: Correspondence) -> None:
     """C-27: what came before it is handed over first."""
-    inbox.sort([ENGINE_CORE_DEAD])
-    assert markers == []
-    inbox.report_marker()
-    inbox.report_marker()
-    assert markers == [1]
+    one.sort([ENGINE_CORE_DEAD])
+    assert list(one.inbox.marked) == [one.engines[0].link]
 
 
 @pytest.mark.parametrize(
@@ -73,80 +93,96 @@ def test_a_death_marker_is_reported_once_and_when_asked(inbox: Inbox, markers: l
         encode(EngineCoreOutputs(engine_index=-1, outputs=[output()])),
     ],
 )
-def test_what_makes_no_sense_is_counted(inbox: Inbox, frames: list[Buffer], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_makes_no_sense_is_counted(
+    one: Correspondence, frames: list[Buffer], caplog: pytest.LogCaptureFixture
+) -> None:
     """Defect 19."""
-    assert inbox.take(frames) is None
-    assert inbox.dropped == 1
+    assert one.take(frames) is None
+    assert one.inbox.dropped == 1
     assert "dropped" in caplog.text
 
 
-def test_a_request_lives_from_its_admission_to_its_last_output(inbox: Inbox) -> None:
-    inbox.admit("r")
-    with pytest.raises(DuplicateRequestIdError):
-        inbox.admit("r")
-    inbox.take(encode(EngineCoreOutputs(outputs=[output("r")])))
-    assert inbox.live == {"r"}
-    inbox.take(encode(EngineCoreOutputs(outputs=[output("r", finished=True)])))
-    assert inbox.live == set()
-    inbox.admit("r")
-    inbox.forget(["r", "unknown"])
-    assert inbox.live == set()
+def test_a_request_lives_to_its_last_output(one: Correspondence) -> None:
+    one.admit("r")
+    one.take(encode(EngineCoreOutputs(outputs=[output("r")])))
+    assert one.inbox.live == {"r"}
+    one.take(encode(EngineCoreOutputs(outputs=[output("r", finished=True)])))
+    assert one.inbox.live == set()
 
 
-def test_the_first_cause_of_death_stays(inbox: Inbox) -> None:
-    """Rule 5 of the style guide."""
-    first = EngineDeath(0, "killed")
-    assert inbox.engine_died(first)
-    assert not inbox.engine_died(EngineDeath(0, "lost"))
-    assert inbox.death == first
+def test_an_engine_is_heard_on_its_own_link_only() -> None:
+    """Remote engines: one engine's peer cannot touch another's requests or calls."""
+    two = Correspondence(V0_25, V0_25)
+    two.admit("r", index=1)
+    assert two.take(encode(EngineCoreOutputs(engine_index=1, outputs=[output("r", finished=True)])), index=0) is None
+    assert two.inbox.live == {"r"}
+    waiter: Future[Any] = Future()
+    call = two.inbox.calls.start("m", waiter, 1)
+    answer = encode(EngineCoreOutputs(engine_index=1, utility_output=utility_output(call.call_id, 2)))
+    assert two.sort(answer, index=0) is False
+    assert not waiter.done()
+    two.sort(answer, index=1)
+    assert waiter.result() == 2
+    assert two.inbox.dropped == 2
 
 
-def test_ready_again_fails_what_the_engine_forgot(inbox: Inbox) -> None:
-    """Defect 21."""
-    inbox.admit("a")
-    failures = inbox.ready_again([b"\x00\x00", msgspec.msgpack.encode(mock_ready(max_model_len=0))])
-    assert failures is not None
-    assert [(it.request_id, it.finish_reason) for it in failures.outputs] == [("a", FinishReason.ERROR)]
-    assert inbox.live == {"a"}  # until somebody takes them
-    assert inbox.take(failures) is failures
-    assert inbox.live == set()
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_engines_outputs_are_read_by_its_own_layout(shared: bool) -> None:
+    """Protocol M.1: the layouts differ in the middle; never a wrong decode."""
+    two = Correspondence(V0_25, V0_32, shared=shared)
+    for index, profile in enumerate((V0_25, V0_32)):
+        one = output("r")
+        one.trace_headers = {"a": "b"}
+        sent = profile.outputs_of(EngineCoreOutputs(engine_index=index, outputs=[one]))
+        message = two.take(encode(sent), index)
+        assert message is not None
+        assert message.outputs[0].trace_headers == {"a": "b"}
+    assert two.take(encode(EngineCoreOutputs(engine_index=7, outputs=[output()]))) is None
+    assert two.inbox.dropped == 1
 
 
-def test_ready_again_while_consumers_finish_requests(inbox: Inbox) -> None:
-    """It walked the live set, which consumers in other threads change: the receiver ended with a RuntimeError."""
-    inbox.live.update(map(str, range(50_000)))
-    stop = threading.Event()
-
-    def churn() -> None:
-        i = 0
-        while not stop.is_set():
-            inbox.live.add(f"x{i}")
-            inbox.live.discard(f"x{i}")
-            i += 1
-
-    thread = threading.Thread(target=churn)
-    thread.start()
-    try:
-        frames = [b"\x00\x00", msgspec.msgpack.encode(mock_ready())]
-        for _ in range(3):
-            assert inbox.ready_again(frames) is not None
-    finally:
-        stop.set()
-        thread.join()
+def test_what_a_restarted_engine_sent_before_is_read_as_it_was_sent() -> None:
+    """A message may wait for the consumer while its sender is replaced by one of another version."""
+    two = Correspondence(V0_25)
+    engine = two.engines[0]
+    one = output("r")
+    one.trace_headers = {"a": "b"}
+    waiting = (engine.link, encode(EngineCoreOutputs(outputs=[one])))
+    engine.use_link(fake_link())
+    engine.use_profile(V0_32)
+    message = two.inbox.take(waiting)
+    assert message is not None
+    assert message.outputs[0].trace_headers == {"a": "b"}
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b"\x01\x00", msgspec.msgpack.encode(mock_ready())],
-        [b"\x00\x00"],
-        [b"\x00\x00", b"\xc1"],
-        [b"\x00\x00", b""],
-        [b"\x00\x00", msgspec.msgpack.encode(mock_ready()), b""],
-        [b"", b""],
-    ],
-)
-def test_other_messages_on_the_input_socket_are_counted(inbox: Inbox, frames: list[bytes]) -> None:
-    """Defect 20."""
-    assert inbox.ready_again(frames) is None
-    assert inbox.dropped == 1
+def test_failures_spare_what_has_ended_meanwhile(one: Correspondence) -> None:
+    """C-55: whatever comes first, a request's last output or the loss of its engine, it ends once."""
+    one.admit("a", "b")
+    failed = failures(one.engines[0], ["a", "b"], "engine_lost: engine 0: gone")
+    one.take(encode(EngineCoreOutputs(outputs=[output("a", finished=True)])))
+    message = one.inbox.take(failed)
+    assert message is not None
+    assert [(it.request_id, it.finish_reason, it.stop_reason) for it in message.outputs] == [
+        ("b", FinishReason.ERROR, "engine_lost: engine 0: gone")
+    ]
+    assert one.inbox.live == set()
+
+
+def test_outputs_for_nobody_are_left_out_and_their_requests_noted_for_abort(one: Correspondence) -> None:
+    """Remote engines: late outputs of requests that failed with the connection, or of another frontend's."""
+    engine = one.engines[0]
+    engine.is_haunted = True
+    one.admit("mine")
+    outputs = [output("mine"), output("ghost"), output("past", finished=True)]
+    message = one.take(encode(EngineCoreOutputs(outputs=outputs)))
+    assert message is not None
+    assert [it.request_id for it in message.outputs] == ["mine"]
+    assert engine.stale == {"ghost"}
+
+
+def test_reports_of_load_reach_the_balancers_view(one: Correspondence) -> None:
+    """C-51."""
+    stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
+    one.take(encode(EngineCoreOutputs(outputs=[output()], scheduler_stats=stats)))
+    load = one.engines[0].load
+    assert (load.running, load.waiting, load.kv_cache_usage) == (3, 3, 0.5)

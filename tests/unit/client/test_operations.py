@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from enginewire import EngineConfig, EngineCoreClient
-from enginewire.client import async_mp, sync_mp
+from enginewire.client import async_mp, dp, sync_mp
 from enginewire.client.async_mp import AsyncMPClient
 from enginewire.client.inproc import InprocClient
 from enginewire.client.mp import MPClient
@@ -86,7 +86,7 @@ def test_the_core_offers_what_the_client_calls(name: str) -> None:
         assert returns == gives or type(None) in typing.get_args(returns)
 
 
-@pytest.mark.parametrize("face", [InprocClient, SyncMPClient, AsyncMPClient])
+@pytest.mark.parametrize("face", [InprocClient, SyncMPClient, AsyncMPClient, dp.DPLBAsyncMPClient])
 def test_a_face_changes_no_signature_and_adds_no_operation(face: type[EngineCoreClient]) -> None:
     """C-03: rule 2 of the style guide, written once."""
     for name, function in public(face).items():
@@ -120,7 +120,20 @@ def test_the_factory_passes_on_what_it_was_given(
         assert calls[1][1] == {"client_addresses": {"a": "b"}, "client_count": 3, "client_index": 2}
 
 
-def test_several_engines_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("settings", "face"),
+    [
+        ({"data_parallel_size": 2}, "DPLBAsyncMPClient"),
+        ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "DPLBAsyncMPClient"),
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True, "data_parallel_rank": 1}, "DPAsyncMPClient"),
+    ],
+)
+def test_the_factory_picks_the_client_for_several_engines(
+    settings: dict[str, Any], face: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """C-02."""
-    with pytest.raises(NotImplementedError, match="DPAsyncMPClient, DPLBAsyncMPClient"):
-        EngineCoreClient.make_async_mp_client(EngineConfig.create("echo", data_parallel_size=2))
+    calls: list[str] = []
+    for name in ("DPAsyncMPClient", "DPLBAsyncMPClient"):
+        monkeypatch.setattr(dp, name, lambda *args, name=name, **kwargs: calls.append(name))
+    EngineCoreClient.make_async_mp_client(EngineConfig.create("echo", **settings))
+    assert calls == [face]

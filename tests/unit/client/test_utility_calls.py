@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from enginewire import ClientClosedError, EngineDeadError, UtilityCallError
-from enginewire.client.utilities import UtilityCalls, fail, resolve
+from enginewire.client.utilities import Call, UtilityCalls, combined, fail, resolve
 from enginewire.errors import EngineDeath
 from enginewire.wire.messages import UtilityOutput, utility_output
 
@@ -32,7 +32,7 @@ def test_an_answer_resolves_its_call_and_nobody_elses(make_future: Callable[[], 
     """C-30."""
     calls = UtilityCalls()
     one, two = make_future(), make_future()
-    id_one, id_two = calls.start("m", one), calls.start("m", two)
+    id_one, id_two = calls.start("m", one).call_id, calls.start("m", two).call_id
     assert id_one != id_two
     calls.finish(utility_output(id_two, [1, 2]))
     assert two.result() == [1, 2]
@@ -43,7 +43,7 @@ def test_an_answer_resolves_its_call_and_nobody_elses(make_future: Callable[[], 
 def test_call_ids_fit_the_wire() -> None:
     """Protocol F: 0 … 2^64 - 1; negative ones are reserved."""
     calls = UtilityCalls()
-    ids = [calls.start("m", concurrent.futures.Future()) for _ in range(100)]
+    ids = [calls.start("m", concurrent.futures.Future()).call_id for _ in range(100)]
     assert len(set(ids)) == 100
     assert all(0 <= call_id < 1 << 64 for call_id in ids)
 
@@ -52,7 +52,9 @@ def test_a_failure_is_the_callers(make_future: Callable[[], Future]) -> None:
     """C-31."""
     calls = UtilityCalls()
     waiter = make_future()
-    calls.finish(utility_output(calls.start("profile", waiter), failure_message="Call to profile method failed: x"))
+    calls.finish(
+        utility_output(calls.start("profile", waiter).call_id, failure_message="Call to profile method failed: x")
+    )
     with pytest.raises(UtilityCallError, match="Call to profile method failed: x") as caught:
         waiter.result()
     assert caught.value.method == "profile"
@@ -69,7 +71,7 @@ def test_an_answer_to_a_cancelled_call_is_dropped(make_future: Callable[[], Futu
     """Defect 18: the two future types raise unrelated InvalidStateErrors."""
     calls = UtilityCalls()
     waiter = make_future()
-    call_id = calls.start("m", waiter)
+    call_id = calls.start("m", waiter).call_id
     waiter.cancel()
     calls.finish(utility_output(call_id, 1))
     assert waiter.cancelled()
@@ -88,10 +90,72 @@ def test_a_future_that_is_cancelled_while_its_answer_is_set_ends_nothing() -> No
     fail(Race(), ValueError())
 
 
+def test_only_the_engine_that_was_asked_can_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Remote engines: one engine's peer cannot touch another's calls."""
+    calls = UtilityCalls()
+    waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    call = calls.start("m", waiter, 1)
+    calls.finish(utility_output(call.call_id, "forged"), 0)
+    assert not waiter.done()
+    assert "no waiting call" in caplog.text
+    calls.finish(utility_output(call.call_id, "real"), 1)
+    assert waiter.result() == "real"
+
+
+def test_two_registries_do_not_use_the_same_ids() -> None:
+    """Frontend restart: an answer to the call of a frontend that was here before fits nobody."""
+    ids = [UtilityCalls().start("m", concurrent.futures.Future()).call_id for _ in range(20)]
+    assert len(set(ids)) == 20
+    assert max(ids) > 1 << 40
+
+
+def calls_to(method: str, count: int) -> list[Call[Any]]:
+    """Make calls of one utility to engines 0, 1, …"""
+    return [Call(i, method, i, concurrent.futures.Future()) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("method", "answers", "result"),
+    [
+        ("list_loras", [[1], [2]], [1]),
+        ("is_sleeping", [True, True], True),
+        ("reset_prefix_cache", [True, True], True),
+        ("reset_prefix_cache", [True, False, True], False),
+        ("wake_up", [None, None], None),
+        ("wake_up", [True, False], False),
+        ("collective_rpc", [["a"], ["b"]], ["a"]),
+    ],
+)
+def test_several_answers_become_one(method: str, answers: list[object], result: object) -> None:
+    """C-33; protocol M.3."""
+    assert combined(calls_to(method, len(answers)), answers) == result
+
+
+@pytest.mark.parametrize("method", ["is_sleeping", "is_scheduler_paused"])
+def test_engines_that_have_to_agree_and_do_not(method: str) -> None:
+    """Protocol M.3."""
+    with pytest.raises(UtilityCallError, match=rf"the engines disagree on {method} \(0: True, 1: False\)"):
+        combined(calls_to(method, 2), [True, False])
+
+
+def test_a_failure_says_which_engine_failed_and_the_others_are_in_its_notes() -> None:
+    """C-33: any engine's failure is raised."""
+    outcomes = [None, UtilityCallError("no", method="m", engine_index=1), UtilityCallError("nor I", method="m")]
+    with pytest.raises(UtilityCallError, match="engine 1: no") as caught:
+        combined(calls_to("m", 3), outcomes)
+    assert caught.value.engine_index == 1
+    assert caught.value.__notes__ == ["engine 2 failed too: nor I"]
+
+
+def test_the_failure_of_the_only_engine_is_passed_on_as_it_is() -> None:
+    with pytest.raises(UtilityCallError, match="no"):
+        combined(calls_to("m", 1), [UtilityCallError("no", method="m")])
+
+
 def test_forgetting_is_idempotent() -> None:
     """C-32."""
     calls = UtilityCalls()
-    call_id = calls.start("m", concurrent.futures.Future())
+    call_id = calls.start("m", concurrent.futures.Future()).call_id
     calls.forget(call_id)
     calls.forget(call_id)
     assert len(calls) == 0
@@ -115,15 +179,20 @@ def test_death_fails_each_with_an_exception_of_its_own_and_the_first_cause_stays
     assert len(calls) == 0
 
 
-def test_a_restart_fails_what_is_in_flight_and_welcomes_what_follows(make_future: Callable[[], Future]) -> None:
-    """Defect 21."""
+def test_the_loss_of_an_engine_fails_its_calls_and_nobody_elses(make_future: Callable[[], Future]) -> None:
+    """C-55, defect 21; what follows is welcome."""
     calls = UtilityCalls()
-    lost = make_future()
-    calls.start("m", lost)
-    calls.fail_pending(lambda: UtilityCallError("restarted", method=""))
-    assert isinstance(lost.exception(), UtilityCallError)
+    lost, other = make_future(), make_future()
+    calls.start("m", lost, 0)
+    kept = calls.start("m", other, 1)
+    calls.engine_lost(0, "it was restarted")
+    error = lost.exception()
+    assert isinstance(error, UtilityCallError)
+    assert (str(error), error.method, error.engine_index) == ("it was restarted", "m", 0)
+    calls.finish(utility_output(kept.call_id, 6), 1)
+    assert other.result() == 6
     found = make_future()
-    calls.finish(utility_output(calls.start("m", found), 5))
+    calls.finish(utility_output(calls.start("m", found).call_id, 5))
     assert found.result() == 5
 
 
@@ -132,7 +201,7 @@ def test_a_result_that_is_no_result_fails_its_call(result: object) -> None:
     """Defect 19."""
     calls = UtilityCalls()
     waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    calls.finish(UtilityOutput(calls.start("m", waiter), None, result))
+    calls.finish(UtilityOutput(calls.start("m", waiter).call_id, None, result))
     with pytest.raises(UtilityCallError, match="the result of m cannot be decoded"):
         waiter.result()
 
@@ -141,5 +210,5 @@ def test_what_a_peer_with_pickle_on_sends_is_taken_if_it_is_on_here() -> None:
     """Protocol E.6."""
     calls = UtilityCalls(allow_pickle=True)
     waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    calls.finish(UtilityOutput(calls.start("m", waiter), None, [["builtins", "bool"], True]))
+    calls.finish(UtilityOutput(calls.start("m", waiter).call_id, None, [["builtins", "bool"], True]))
     assert waiter.result() is True

@@ -13,7 +13,7 @@ import zmq
 
 from enginewire import ConfigError, EngineConfig
 from enginewire.transport.endpoints import Endpoints, choose_endpoints, is_ipv6, tcp_host
-from enginewire.transport.sockets import bind_pull, bind_router, send_message
+from enginewire.transport.sockets import bind_also, bind_pull, bind_router, send_message
 
 
 def test_ipc_in_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -21,9 +21,11 @@ def test_ipc_in_a_folder_of_its_own(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as base:
         endpoints = choose_endpoints(EngineConfig.create("echo", ipc_dir=base))
         assert endpoints.folder is not None
-        assert endpoints.input == f"ipc://{endpoints.folder}/input"
-        assert len({endpoints.input, endpoints.output, endpoints.handshake}) == 3
-        Path(endpoints.folder, "input").touch()
+        assert endpoints.handshakes == (f"ipc://{endpoints.folder}/handshake",)
+        links = [endpoints.of_link(name, is_local=True) for name in ("0.1", "1.1")]
+        assert links[0] == (f"ipc://{endpoints.folder}/i0.1", f"ipc://{endpoints.folder}/o0.1")
+        assert len({*links[0], *links[1]}) == 4
+        Path(endpoints.folder, "i0.1").touch()
         endpoints.remove()
         endpoints.remove()
         assert os.listdir(base) == []
@@ -44,7 +46,8 @@ def test_a_folder_that_is_accepted_gives_sockets_that_bind(length: int, scheme: 
         folder.mkdir()
         endpoints = choose_endpoints(EngineConfig.create("echo", ipc_dir=str(folder)))
         with zmq.Context() as context:
-            socket, address = bind_router(context, endpoints.handshake, 1000)
+            longest = max(endpoints.handshakes + endpoints.of_link("65535.99", is_local=True), key=len)
+            socket, address = bind_router(context, longest, 1000)
             socket.close()
         assert address.startswith(f"{scheme}://")
         endpoints.remove()
@@ -71,14 +74,40 @@ def test_engines_started_elsewhere_come_by_tcp(host: str, port: int, handshake: 
     config = EngineConfig.create(
         "echo", data_parallel_size_local=0, data_parallel_address=host, data_parallel_rpc_port=port
     )
-    assert choose_endpoints(config) == Endpoints(handshake, sockets, sockets)
+    endpoints = choose_endpoints(config)
+    assert endpoints == Endpoints((handshake,), endpoints.host)
+    assert endpoints.of_link("0.1", is_local=False) == (sockets, sockets)
+
+
+def test_a_node_with_engines_of_both_kinds_receives_each_in_its_way() -> None:
+    """Issue 5: local engines by ipc, those of other nodes by tcp, on one handshake socket."""
+    config = EngineConfig.create(
+        "echo", data_parallel_size=3, data_parallel_size_local=1, data_parallel_address="10.1.2.3"
+    )
+    endpoints = choose_endpoints(config)
+    try:
+        assert endpoints.handshakes == (f"ipc://{endpoints.folder}/handshake", "tcp://10.1.2.3:29550")
+        assert endpoints.of_link("0.1", is_local=True)[0].startswith("ipc://")
+        assert endpoints.of_link("1.1", is_local=False) == ("tcp://10.1.2.3:*", "tcp://10.1.2.3:*")
+        with zmq.Context() as context:
+            socket, _ = bind_router(context, endpoints.handshakes[0], 1000)
+            assert bind_also(socket, "tcp://127.0.0.1:*").startswith("tcp://127.0.0.1:")
+            socket.close()
+    finally:
+        endpoints.remove()
+
+
+def test_vllms_own_engines_come_by_tcp_even_if_we_start_them() -> None:
+    """Protocol A.4: they are headless, and know a host and a port."""
+    endpoints = choose_endpoints(EngineConfig.create("echo", executor="vllm"))
+    assert endpoints == Endpoints(("tcp://127.0.0.1:*",))
 
 
 def test_nothing_is_reachable_from_other_hosts_unless_asked_for() -> None:
     """Defect 34: whoever can connect may inject requests."""
     for settings in ({}, {"transport": "tcp"}, {"data_parallel_size_local": 0}):
         endpoints = choose_endpoints(EngineConfig.create("echo", **settings))
-        for address in (endpoints.handshake, endpoints.input, endpoints.output):
+        for address in (*endpoints.handshakes, *endpoints.of_link("0.1", is_local=False)):
             assert address.startswith(("ipc://", "tcp://127.0.0.1:"))
         endpoints.remove()
 

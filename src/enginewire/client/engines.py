@@ -1,0 +1,258 @@
+"""The engines of a client: their state, how they are reached, what they are working on.
+
+An engine comes and goes in *incarnations*: it dies or is lost, and another process, or the same one over a new
+connection, takes its place. Each incarnation has a :class:`Link` of its own, a first cause of death that sticks, and
+the requests that were sent to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from enginewire.client.balancer import EngineLoad
+from enginewire.client.base import EngineStatus
+from enginewire.errors import EngineDeath
+from enginewire.transport.peers import PeerWatch
+from enginewire.transport.sockets import bind_pull, bind_router
+from enginewire.wire.codec import OutputsDecoder
+from enginewire.wire.frames import engine_identity
+from enginewire.wire.profile import V0_25, WireProfile
+
+if TYPE_CHECKING:
+    import zmq
+
+    from enginewire.config import EngineConfig
+    from enginewire.wire.handshake import EngineCoreReadyResponse
+    from enginewire.wire.messages import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(StrEnum):
+    """Where an engine is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+    """Gone, and its return is awaited."""
+    DEAD = "dead"
+
+
+class Link:
+    """The two sockets on which an engine is heard and spoken to: a ROUTER for what it gets, a PULL for what it sends.
+
+    Each incarnation has its own, so that a loss is its own and no engine's peer can touch another's. Only where
+    somebody else chose the addresses may several engines share one.
+
+    The input socket is used under the client's send lock; the output socket belongs to the receiver.
+
+    Args:
+        addresses: of input and output.
+
+    Raises:
+        OSError: an address cannot be bound; nothing is left.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, addresses: tuple[str, str]
+    ) -> None:
+        heartbeat = (config.heartbeat_interval_s, config.heartbeat_timeout_s)
+        limit = config.max_frame_bytes
+        self.input_socket, self.input_address = bind_router(context, addresses[0], limit, heartbeat)
+        try:
+            self.output_socket, self.output_address = bind_pull(context, addresses[1], limit, heartbeat)
+        except OSError:
+            self.input_socket.close(linger=0)
+            raise
+        self.engines: list[Engine] = []
+        """Who uses it."""
+        self.sole: Engine | None = None
+        """The one who uses it, if there is one only, as nearly always."""
+        self.decoders: dict[int, OutputsDecoder] = {}
+        """For what each sends. Here, not with the engine: its next incarnation may speak another layout."""
+        self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]
+
+    def settle(self) -> None:
+        """Take the connections there are now for its engines'."""
+        for watch in self._watches:
+            watch.settle()
+
+    def has_lost_peer(self) -> bool:
+        """Whether a connection of its engines has been closed since."""
+        lost = [watch.has_lost_peer() for watch in self._watches]  # all are asked: a monitor is to be drained
+        return any(lost)
+
+    def close(self) -> None:
+        """Close both sockets. Called by the receiver, which holds the send lock."""
+        for watch in self._watches:
+            watch.close()
+        self.input_socket.close(linger=0)
+        self.output_socket.close(linger=0)
+
+
+class Engine:
+    """One engine as this client sees it.
+
+    Attributes:
+        index: global rank.
+        identity: the same on sockets.
+        is_ours: we started its process, and its manager sees it end.
+        link: of this incarnation.
+        state, death: how it is, and why it is gone or was the last time.
+        num_deaths: how often it was lost.
+        profile: which layout it speaks.
+        ready: what it said of itself.
+        live: its requests whose last output has not been taken yet, by id; ``None`` for one that was sent without a
+            copy and therefore let go (C-28).
+        stale: ids of requests that ended here with a loss or were left by another client, and that it may still run.
+        is_haunted: it may send outputs for ids that are not live: from before a loss, or of another client.
+        in_doubt: a message was dropped that may have been the last for one of its requests.
+        load: what a balancer sees of it.
+    """
+
+    def __init__(self, index: int, link: Link, *, is_ours: bool) -> None:
+        self.index = index
+        self.identity = engine_identity(index)
+        self.is_ours = is_ours
+        self.state = EngineState.STARTING
+        self.death: EngineDeath | None = None
+        self.num_deaths = 0
+        self.ready: EngineCoreReadyResponse | None = None
+        self.live: dict[str, EngineCoreRequest | None] = {}
+        self.stale: set[str] = set()
+        self.is_haunted = False
+        self.in_doubt = False
+        self.load = EngineLoad(index)
+        self.use_link(link)
+
+    def use_link(self, link: Link) -> None:
+        """Reach it over ``link`` from now on."""
+        self.link = link
+        link.engines.append(self)
+        link.sole = self if len(link.engines) == 1 else None
+        self.use_profile(V0_25)
+
+    def use_profile(self, profile: WireProfile) -> None:
+        """Speak this layout with it, over this link, from now on."""
+        self.profile = profile
+        self.link.decoders[self.index] = OutputsDecoder(profile.received_outputs)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.index} {self.state} live={len(self.live)}>"
+
+
+class Engines:
+    """All engines of a client, by rank, and what happened to them that nobody has been told yet.
+
+    Attributes:
+        ready: those that take requests.
+        death: why the client is dead: the last of its engines died, and none is awaited.
+        untold: deaths and losses whose requests and calls have not been failed yet. The receiver does that, after
+            what the engine sent before.
+        on_change: told each change of state.
+    """
+
+    def __init__(self, return_timeout_s: float | None) -> None:
+        self._engines: dict[int, Engine] = {}
+        self._return_timeout_s = return_timeout_s
+        # Guards states, `ready` and `death`, which change together. Reentrant: see UtilityCalls.
+        self._lock = threading.RLock()
+        self.ready: tuple[Engine, ...] = ()
+        self.death: EngineDeath | None = None
+        self.untold: deque[tuple[Engine, EngineDeath]] = deque()
+        self.on_change: Callable[[EngineStatus], None] | None = None
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __getitem__(self, index: int) -> Engine:
+        return self._engines[index]
+
+    def add(self, engine: Engine) -> None:
+        """Take in an engine, which is starting."""
+        self._engines[engine.index] = engine
+
+    def get(self, index: int | None) -> Engine | None:
+        """Return the engine of this rank, ``None`` if it is not ours."""
+        return None if index is None else self._engines.get(index)
+
+    def may_return(self, engine: Engine) -> bool:
+        """Whether it can come back by itself once it is lost: somebody else starts it, and we wait."""
+        return not engine.is_ours and self._return_timeout_s != 0
+
+    def became_ready(self, engine: Engine) -> None:
+        """Note that an engine takes requests."""
+        with self._lock:
+            self._enter(engine, EngineState.READY)
+        if engine.num_deaths:
+            logger.warning("engine=%d is back", engine.index)
+        self._tell(engine)
+
+    def starts_anew(self, engine: Engine) -> None:
+        """Note that another incarnation of an engine that was lost is starting."""
+        with self._lock:
+            self._enter(engine, EngineState.STARTING)
+        self._tell(engine)
+
+    def lost(self, death: EngineDeath, *, is_back: bool = False) -> bool:
+        """Note that an engine died or was lost, from any thread; ``False`` if that is known. The first cause sticks.
+
+        Args:
+            is_back: its next incarnation is here already.
+        """
+        engine = self._engines[death.engine_index]
+        with self._lock:
+            if self.death is not None or engine.state in (EngineState.LOST, EngineState.DEAD):
+                return False
+            engine.death = death
+            engine.num_deaths += 1
+            self.untold.append((engine, death))
+            self._enter(engine, EngineState.LOST if is_back or self.may_return(engine) else EngineState.DEAD)
+        if self.death is None:  # otherwise every caller hears of it
+            logger.error("engine=%d is %s cause=%r", engine.index, engine.state, death.cause)
+        self._tell(engine)
+        return True
+
+    def given_up(self, death: EngineDeath) -> None:
+        """Note that a lost engine is not awaited any longer."""
+        engine = self._engines[death.engine_index]
+        with self._lock:
+            engine.death = death
+            self._enter(engine, EngineState.DEAD)
+        logger.error("engine=%d is %s cause=%r", engine.index, engine.state, death.cause)
+        self._tell(engine)
+
+    def _enter(self, engine: Engine, state: EngineState) -> None:
+        engine.state = state
+        self.ready = tuple(each for each in self if each.state is EngineState.READY)
+        if all(each.state is EngineState.DEAD for each in self):
+            self.death = engine.death
+
+    def _tell(self, engine: Engine) -> None:
+        if self.on_change is not None:
+            self.on_change(self.status(engine))
+
+    def first_loss(self) -> EngineDeath | None:
+        """Return why the first engine that is away is away."""
+        return next((each.death for each in self if each.state is not EngineState.READY and each.death), None)
+
+    def status(self, engine: Engine) -> EngineStatus:
+        """Return how an engine is."""
+        is_gone = engine.state is EngineState.LOST or (engine.state is EngineState.STARTING and engine.num_deaths > 0)
+        return EngineStatus(
+            engine.index,
+            str(engine.state),
+            engine.death,
+            len(engine.live),
+            engine.num_deaths,
+            is_gone and self.may_return(engine),
+            engine.ready,
+        )

@@ -1,0 +1,400 @@
+"""The lookout: losses of engines and their returns, found out by looking a few times a second.
+
+A process of ours that ends is seen by its manager. Everything else is seen here: a connection that drops, a death
+marker, an engine that registers anew or says HELLO on the handshake socket, which stays open for that.
+
+Over tcp anybody may send a marker or a HELLO. Such a hint is checked with a *ping*, a utility call that every engine
+answers between two steps. Source: "Two ways back" in the notes on remote engines; defects 21, 22, 36, 37.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import zmq
+
+from enginewire.client.balancer import LoadBalancer
+from enginewire.client.engines import Engine, Engines, EngineState, Link
+from enginewire.client.inbox import Arrival, Inbox, failures
+from enginewire.client.outbox import Outbox
+from enginewire.client.resources import BackgroundResources
+from enginewire.client.startup import EngineStartup, Ready, Reception, apply_ready_responses, is_of
+from enginewire.client.utilities import Call
+from enginewire.config import EngineConfig
+from enginewire.errors import (
+    ENGINE_LOST_PREFIX,
+    INTERNAL_PREFIX,
+    DecodeError,
+    EngineDeath,
+    EngineStartupError,
+)
+from enginewire.transport.sockets import receive_message, send_message
+from enginewire.wire.codec import MsgpackDecoder
+from enginewire.wire.frames import engine_index_of
+from enginewire.wire.handshake import HandshakeMessage
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 1.0
+"""How long an engine that is said to be dead has to show that it is not."""
+
+PING: Final = "is_scheduler_paused"
+"""Cheap, without effect, and known to every engine."""
+
+CONNECTION_LOST: Final = "the connection to it was lost; its process ended, or its host is gone or silent"
+REPORTED_DEATH: Final = "it reported a fatal error"
+LAST_OUTPUT_DROPPED: Final = f"{INTERNAL_PREFIX}its last output could not be decoded and was dropped"
+
+
+@dataclass(slots=True)
+class _Ping:
+    """A question to an engine.
+
+    Attributes:
+        cause: of its loss, if it does not answer in time; ``None``: its silence means nothing.
+        on_answer: what follows from an answer.
+    """
+
+    call: Call[concurrent.futures.Future[Any]]
+    deadline: float
+    cause: str | None
+    on_answer: Callable[[], None]
+
+
+class Lookout:
+    """Watches the engines of one client. Holds no reference to it.
+
+    Its methods are called by the receiver, which has taken in what the engines sent before; in the sync face under the
+    send lock.
+
+    Args:
+        config: of the client; what engines say of themselves is written into it.
+        max_model_len: what was asked for.
+        reception: makes links for engines that are restarted; ``None``: somebody else does the handshake.
+        balancer: forgets what it knows of an engine that is gone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engines: Engines,
+        inbox: Inbox,
+        outbox: Outbox,
+        resources: BackgroundResources,
+        *,
+        max_model_len: int | None,
+        reception: Reception | None,
+        balancer: LoadBalancer | None,
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._inbox = inbox
+        self._outbox = outbox
+        self._resources = resources
+        self._max_model_len = max_model_len
+        self._reception = reception
+        self._balancer = balancer
+        self._pings: dict[int, _Ping] = {}
+        self._starting: dict[int, EngineStartup] = {}
+        self._newcomers: dict[int, list[bytes]] = {}
+        """HELLOs of ranks that have an engine, or had one."""
+        self._lost_at: dict[int, float] = {}
+        self._ended: deque[tuple[Engine, frozenset[str]]] = deque()
+        """Requests that an engine does not know any longer, and whose end was not heard of."""
+        self._handshake_decoder = MsgpackDecoder(HandshakeMessage)
+
+    def look(self, now: float) -> list[Arrival]:
+        """Find out what has changed, and act on it.
+
+        Args:
+            now: monotonic seconds.
+
+        Returns:
+            messages for the consumer. When all engines are dead, ``engines.death`` is set.
+        """
+        if self._resources.closing:
+            return []
+        self._outbox.release_sent()
+        for link in self._inbox.links:
+            self._read_input(link)
+        self._read_handshake()
+        self._look_at_connections(now)
+        self._look_at_pings(now)
+        arrivals = self._tell_losses(now)
+        if self._engines.death is None:
+            for engine in self._engines:
+                self._act_on(engine, now)
+        return arrivals
+
+    # Signs.
+
+    def _read_input(self, link: Link) -> None:
+        for frames in _drained(link.input_socket):
+            index = engine_index_of(frames[0])
+            if index is None or len(frames) != 2 or not is_of(link.engines, frames[0]):
+                self._inbox.drop(f"a message of {len(frames)} frames on an input socket, from {frames[0]!r}")
+                continue
+            startup = self._starting.get(index) or EngineStartup({index: None}, max_model_len=self._max_model_len)
+            try:
+                startup.on_ready_response(*frames)
+            except EngineStartupError as exc:
+                self._inbox.drop(str(exc))
+                continue
+            if index not in self._starting:  # it was not greeted, and came back to the link that it had
+                logger.warning("engine %s was restarted: it says ready again; requests in flight are lost", index)
+                self._starting[index] = startup
+                self._engines.lost(EngineDeath(index, "it was restarted"), is_back=True)
+
+    def _read_handshake(self) -> None:
+        socket = self._resources.handshake_socket
+        for frames in [] if socket is None else _drained(socket):
+            index = engine_index_of(frames[0])
+            try:
+                if index is None or self._engines.get(index) is None or len(frames) != 2:
+                    raise DecodeError("it is none of an engine that is expected")
+                message = self._handshake_decoder.decode(frames[1:])
+                if message.status == "HELLO":
+                    self._newcomers[index] = frames
+                elif index in self._starting:
+                    self._starting[index].on_handshake(*frames)
+            except (DecodeError, EngineStartupError) as exc:
+                self._inbox.drop(f"a handshake message of {frames[0]!r}: {exc}")
+
+    def _look_at_connections(self, now: float) -> None:
+        while self._inbox.marked:  # first: what an engine says of its death says more than its connection
+            for engine in self._inbox.marked.popleft().engines:
+                if engine.is_ours:
+                    self._expect_death(engine, REPORTED_DEATH)
+                else:
+                    self._suspect(engine, f"{REPORTED_DEATH}; its log is on the host where it runs", now + ANSWER_S)
+        for link in self._inbox.links:
+            if link.has_lost_peer():  # always asked: a monitor that nobody drains stops ZeroMQ
+                self._connection_lost(link, now)
+
+    def _connection_lost(self, link: Link, now: float) -> None:
+        """Take the loss of a connection for an engine's loss: outputs may be lost with it, and nobody would know."""
+        for engine in link.engines:
+            if engine.is_ours:
+                sign = "the connection to it was lost"
+                if not self._config.starts_vllm:  # of its two processes the one that is watched ends seconds later
+                    sign += f", as by an output beyond max_frame_bytes ({self._config.max_frame_bytes})"
+                self._expect_death(engine, sign)
+            elif link.sole is None:  # whose connection it was is not known
+                self._suspect(engine, CONNECTION_LOST, now + ANSWER_S)
+            elif engine.state is EngineState.READY:
+                suspicion = self._pings.get(engine.index)
+                cause = (suspicion and suspicion.cause) or CONNECTION_LOST
+                self._engines.lost(EngineDeath(engine.index, cause))
+        if link.sole is None:
+            link.settle()
+
+    def _expect_death(self, engine: Engine, sign: str) -> None:
+        if self._resources.engine_manager is not None:
+            self._resources.engine_manager.expect_death(sign, engine.index)
+
+    def _suspect(self, engine: Engine, cause: str, deadline: float) -> None:
+        """Have an engine show that it lives, or take it for lost."""
+        if engine.state is not EngineState.READY:
+            return
+
+        def on_answer() -> None:
+            logger.error("engine=%d answers, although it seemed that %s", engine.index, cause)
+
+        if not self._ping(engine, deadline, on_answer, cause):
+            self._engines.lost(EngineDeath(engine.index, cause))
+
+    def _ping(self, engine: Engine, deadline: float, on_answer: Callable[[], None], cause: str | None = None) -> bool:
+        """Ask an engine something; what was asked before counts no longer. ``False``: there is no connection."""
+        if (former := self._pings.pop(engine.index, None)) is not None:
+            self._inbox.calls.forget(former.call.call_id)
+        call = self._start(engine, PING)
+        if call is not None:
+            self._pings[engine.index] = _Ping(call, deadline, cause, on_answer)
+        return call is not None
+
+    def _start(self, engine: Engine, method: str) -> Call[concurrent.futures.Future[Any]] | None:
+        waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        call = self._inbox.calls.start(method, waiter, engine.index)
+        try:
+            self._outbox.call(engine, call.call_id, method, ())
+        except zmq.ZMQError:
+            self._inbox.calls.forget(call.call_id)
+            return None
+        return call
+
+    def _look_at_pings(self, now: float) -> None:
+        for index, ping in list(self._pings.items()):
+            if ping.call.waiter.done():
+                del self._pings[index]
+                ping.on_answer()
+            elif now > ping.deadline:
+                del self._pings[index]
+                self._inbox.calls.forget(ping.call.call_id)
+                if ping.cause is not None:
+                    self._engines.lost(EngineDeath(index, ping.cause))
+
+    # What follows.
+
+    def _tell_losses(self, now: float) -> list[Arrival]:
+        """Fail what ran on engines that are gone, or was lost on the way."""
+        arrivals: list[Arrival] = []
+        if self._engines.death is not None:
+            return arrivals
+        while self._engines.untold:
+            engine, death = self._engines.untold.popleft()
+            ping = self._pings.pop(engine.index, None)
+            if ping is not None:
+                self._inbox.calls.forget(ping.call.call_id)
+            cause = f"engine {engine.index}: {death.cause}"
+            self._inbox.calls.engine_lost(engine.index, f"the engine was lost meanwhile: {death.cause}")
+            request_ids = list(engine.live)  # a copy: consumers in other threads change it meanwhile
+            if request_ids:
+                arrivals.append(failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}"))
+            engine.stale.update(request_ids)
+            engine.is_haunted = True
+            self._lost_at[engine.index] = now
+            if self._balancer is not None:
+                self._balancer.removed(engine.index)
+        while self._ended:
+            engine, ended = self._ended.popleft()
+            arrivals.append(failures(engine, ended, LAST_OUTPUT_DROPPED))
+        return arrivals
+
+    def _act_on(self, engine: Engine, now: float) -> None:
+        """Do what is next for an engine."""
+        index = engine.index
+        if index in self._starting and self._starting[index].is_complete:
+            self.welcome(engine, self._starting.pop(index).ready_of(index))
+        elif engine.state is EngineState.READY:
+            if index in self._newcomers:
+                self._question(engine, now)
+            elif engine.in_doubt:
+                self._ask_for_losses(engine)
+            elif engine.stale and index not in self._pings:
+                self._abort_stale(engine, now, lambda: None)
+        elif index in self._newcomers:
+            self._greet(engine)
+        elif engine.state is not EngineState.DEAD and self._is_overdue(index, now):
+            self._give_up(engine)
+        elif engine.state is EngineState.LOST and index not in self._pings and index not in self._starting:
+            self._abort_stale(engine, now, functools.partial(self._restored, engine))
+
+    def _abort_stale(self, engine: Engine, now: float, on_answer: Callable[[], None]) -> None:
+        """Abort what an engine may still be running for nobody; the answer to a ping behind that says that it has."""
+        ids = list(engine.stale)
+
+        def aborted() -> None:
+            engine.stale.difference_update(ids)
+            on_answer()
+
+        try:
+            if ids:
+                self._outbox.abort(engine, ids)
+        except zmq.ZMQError:
+            return  # not connected yet
+        self._ping(engine, now + self._config.heartbeat_timeout_s, aborted)
+
+    def _restored(self, engine: Engine) -> None:
+        """Take an engine back that answers again on its old link: it was never gone, its connection was."""
+        engine.link.settle()
+        self._engines.became_ready(engine)
+
+    def _question(self, engine: Engine, now: float) -> None:
+        """Find out whether a newcomer is an engine's next incarnation, or its rank was started twice."""
+        ping = self._pings.get(engine.index)
+        if ping is not None and ping.cause is not None:
+            return  # asked already
+        limit = self._config.heartbeat_timeout_s
+        cause = f"another process says HELLO for its rank, and it did not answer for {limit:g} s"
+        if not self._ping(engine, now + limit, functools.partial(self._refuse, engine), cause):
+            self._engines.lost(EngineDeath(engine.index, CONNECTION_LOST))
+
+    def _refuse(self, engine: Engine) -> None:
+        del self._newcomers[engine.index]
+        logger.error(
+            "engine=%d was started twice: another process says HELLO for this rank, and the one that is here answers. "
+            "The newcomer gets no INIT; end it, or give it another rank",
+            engine.index,
+        )
+
+    def _greet(self, engine: Engine) -> None:
+        """Give an engine's next incarnation a link of its own, and send INIT."""
+        index, frames = engine.index, self._newcomers.pop(engine.index)
+        assert self._reception is not None, "there is no handshake socket without a reception"
+        assert self._resources.handshake_socket is not None
+        try:
+            link = self._reception.open_link(index)
+        except OSError as exc:
+            logger.error("engine=%d cannot be taken back: %s", index, exc)
+            return
+        self._close_link(engine.link)
+        engine.use_link(link)
+        engine.is_haunted = False
+        engine.stale.clear()
+        self._inbox.links = (*self._inbox.links, link)
+        startup = EngineStartup({index: self._reception.expected(engine)}, max_model_len=self._max_model_len)
+        try:
+            reply = startup.on_handshake(*frames)
+            assert reply is not None, "HELLO is answered with INIT"
+            send_message(self._resources.handshake_socket, (engine.identity, reply))
+        except (EngineStartupError, zmq.ZMQError) as exc:
+            logger.error("engine=%d is not taken back: %s", index, exc)
+            return
+        self._starting[index] = startup
+        self._engines.starts_anew(engine)
+
+    def _close_link(self, link: Link) -> None:
+        """Close what no incarnation uses any longer."""
+        self._inbox.links = tuple(each for each in self._inbox.links if each is not link)
+        link.close()
+
+    def welcome(self, engine: Engine, ready: Ready) -> None:
+        """Have an engine take requests, as what it says that it is."""
+        engine.use_profile(ready.profile)
+        engine.ready = ready.response
+        engine.link.settle()
+        responses = [each.ready for each in self._engines if each.ready is not None]
+        apply_ready_responses(self._config, responses, max_model_len=self._max_model_len)
+        self._engines.became_ready(engine)
+
+    def _is_overdue(self, index: int, now: float) -> bool:
+        limit = self._config.engine_return_timeout_s
+        return limit is not None and now - self._lost_at[index] > limit
+
+    def _give_up(self, engine: Engine) -> None:
+        limit, death = self._config.engine_return_timeout_s, engine.death
+        assert death is not None
+        self._starting.pop(engine.index, None)
+        self._engines.given_up(EngineDeath(engine.index, f"{death.cause}; it did not return within {limit:g} s"))
+
+    def _ask_for_losses(self, engine: Engine) -> None:
+        """Ask an engine which requests it knows, after a message was dropped that nobody could read.
+
+        On tcp it was a stranger's, as like as not; but if it held a request's last output, nothing would follow, and
+        its caller would wait for ever. Answers travel behind outputs, so what the answer leaves out has ended.
+        """
+        engine.in_doubt = False
+        asked = frozenset(engine.live)
+        call = self._start(engine, "get_request_ids")
+        if call is not None:
+            call.waiter.add_done_callback(functools.partial(self._note_known, engine, asked))
+
+    def _note_known(self, engine: Engine, asked: frozenset[str], answer: concurrent.futures.Future[list[str]]) -> None:
+        if answer.exception() is None:
+            self._ended.append((engine, asked.difference(answer.result())))
+        else:
+            logger.warning("a message was dropped, and the engine cannot say whether it ended a request")
+
+
+def _drained(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """Yield the messages that are there."""
+    with contextlib.suppress(zmq.ZMQError):
+        while True:
+            yield receive_message(socket)
