@@ -59,6 +59,7 @@ def test_init_differs_in_its_addresses_and_in_nothing_else() -> None:
         assert len(set(own) | set(theirs)) == 8
         assert init.parallel_config == {"unknown": 1}
         assert init.addresses.coordinator_input is None
+        relayed.wait_for(lambda: "INIT" in relayed.types(), "recording")
         recorded = next(entry for entry in relayed.entries if type_of(entry) == "INIT")
         assert msgspec.msgpack.decode(recorded.frames[1]) == frontend.init, "what the frontend sent is recorded"
 

@@ -15,9 +15,9 @@ import zmq
 from enginewire.recorder.entry import Entry
 from enginewire.recorder.loop import MESSAGES_AT_ONCE, Context, Loop, Socket, received, send
 from enginewire.transport.sockets import (
+    bind_publisher,
     bind_pull,
     bind_router,
-    bind_xpub,
     connect_dealer,
     connect_push,
     connect_xsub,
@@ -63,7 +63,7 @@ OUTPUT: Final = Route(
 )
 COORDINATOR_INPUT: Final = Route(
     "coordinator_input",
-    bind_xpub,
+    bind_publisher,
     lambda context, address, identity: connect_xsub(context, address, ANY_SIZE, identity),
     "engine->coordinator (XSUB)",
     "coordinator->engine (XPUB)",

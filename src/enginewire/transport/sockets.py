@@ -89,15 +89,6 @@ def connect_push(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.
     return _connect(context.socket(zmq.PUSH), endpoint, -1)
 
 
-def bind_xpub(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int
-) -> tuple[zmq.Socket[bytes], str]:
-    """Bind an XPUB that shows every subscription, repeated ones too, and return it with its resolved address."""
-    socket = context.socket(zmq.XPUB)
-    socket.setsockopt(zmq.XPUB_VERBOSE, 1)
-    return socket, _prepare_and_bind(socket, endpoint, max_frame_bytes, HEARTBEAT_S)
-
-
 def connect_xsub(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_frame_bytes: int, identity: bytes = b""
 ) -> zmq.Socket[bytes]:
