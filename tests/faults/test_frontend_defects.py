@@ -1,0 +1,403 @@
+"""The frontend's defects of the reference, one by one, tried against our clients from bare sockets.
+
+Protocol section L, defects 16 to 28, 36 and 37. The engines here are ZeroMQ sockets and msgpack values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from raw_engine import ABORT, ADD, READY_0_25, UTILITY, RawEngine, pack
+
+from client_harness import PATIENCE_S, Face, make_client, mock_config, mp_client, request
+from enginewire import EngineDeadError, FinishReason
+from enginewire.errors import EngineClientError, EngineStartupTimeout, EngineUnavailableError, UtilityCallError
+from enginewire.testing import free_tcp_port, wait_until
+
+KINDS = ("sync", "asyncio")
+
+
+@contextlib.contextmanager
+def talking(kind: str, count: int = 1, **settings: Any) -> Iterator[tuple[Face, list[RawEngine]]]:
+    """Put raw engines behind a client."""
+    port = free_tcp_port()
+    if count > 1:
+        settings["data_parallel_size"] = count
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(RawEngine(port, index)) for index in range(count)]
+        threads = [threading.Thread(target=engine.start, name="raw-engine") for engine in engines]
+        for thread in threads:
+            thread.start()
+        face = Face(kind, lambda: make_client(kind, mock_config(port, **settings)))
+        stack.callback(face.close)
+        for thread in threads:
+            thread.join()
+        yield face, engines
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Face, RawEngine]]:
+    """A client and a raw engine."""
+    with talking(request.param) as (face, (engine,)):
+        yield face, engine
+
+
+def assert_serves(face: Face, engine: RawEngine, request_id: str = "proof") -> None:
+    """Show that a request and a call still go through."""
+    face.add_request(request(request_id, max_tokens=1))
+    assert engine.next(ADD)[0] == request_id
+    engine.token(request_id, 42, finish_reason=1)
+    (got,) = face.outputs(1)
+    assert (got.request_id, got.new_token_ids) == (request_id, [42])
+    call = face.start("call_utility", "is_sleeping")
+    engine.answer(engine.next(UTILITY, method="is_sleeping"), False)
+    assert call.result(PATIENCE_S) is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_wait_when_the_engine_goes_are_failed_and_new_ones_refused(kind: str) -> None:
+    """Defect 16: the reference's callers wait for ever."""
+    with talking(kind, engine_return_timeout_s=0) as (face, (engine,)):
+        call = face.start("call_utility", "is_sleeping")
+        engine.next(UTILITY, method="is_sleeping")
+        engine.disconnect()
+        with pytest.raises(EngineClientError, match="connection"):
+            call.result(PATIENCE_S)
+        with pytest.raises(EngineDeadError, match="connection"):
+            face.call_utility("is_sleeping")
+
+
+@pytest.mark.parametrize("call_id", [0, 12345, 2**64 - 1, -1, -7])
+def test_an_answer_to_no_call_ends_nothing(pair: tuple[Face, RawEngine], call_id: int) -> None:
+    """Defect 17: it ended the reference's receiver."""
+    face, engine = pair
+    engine.send(utility=[call_id, None, [None, True]])
+    engine.send(utility=[call_id, "no", None])
+    assert_serves(face, engine)
+
+
+def test_an_answer_to_a_call_that_was_given_up_ends_nothing(pair: tuple[Face, RawEngine]) -> None:
+    """Defect 18: with a thread's future it ended the reference's receiver. Defect 25: the caller's own limit."""
+    face, engine = pair
+    call = face.start("call_utility", "is_sleeping", timeout=0.05)
+    late = engine.next(UTILITY, method="is_sleeping")
+    with pytest.raises(TimeoutError):
+        call.result(PATIENCE_S)
+    engine.answer(late, True)
+    assert_serves(face, engine)
+
+
+def test_an_answer_to_a_cancelled_task_ends_nothing() -> None:
+    """Defect 18."""
+    with talking("asyncio") as (face, (engine,)):
+        assert face.loop is not None
+
+        async def cancelled() -> None:
+            task = asyncio.ensure_future(face.client.call_utility_async("is_sleeping"))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+        face.loop.run(cancelled())
+        engine.answer(engine.next(UTILITY, method="is_sleeping"), True)
+        assert_serves(face, engine)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xc1",
+        b"",
+        pack(7),
+        pack({"engine_index": 0}),
+        pack([0, 3]),
+        pack([0, [[5, [1]]]]),
+        b"\x91" * 3000 + b"\x90",
+        b"ENGINE_CORE_DEAD?",
+    ],
+    ids=["not msgpack", "empty", "int", "map", "no list", "no id", "deep", "nearly a marker"],
+)
+def test_a_message_that_is_none_ends_nothing(pair: tuple[Face, RawEngine], message: bytes) -> None:
+    """Defect 19: any undecodable output ended the reference's receiver, and all requests with it."""
+    face, engine = pair
+    face.add_request(request("running", max_tokens=2))
+    assert engine.next(ADD)[0] == "running"
+    engine.token("running", 1)
+    engine.output.send(message)
+    engine.token("running", 2, finish_reason=1)
+    assert [it.new_token_ids for it in face.outputs(2)] == [[1], [2]]
+    assert_serves(face, engine)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [["builtins", "bool"], True],
+        [None, msgspec.msgpack.Ext(1, b"cos\nsystem\n(S'true'\ntR.")],
+        [None, [{"a": msgspec.msgpack.Ext(2, b"")}]],
+        [None],
+        7,
+    ],
+    ids=["typeinfo", "pickle", "cloudpickle inside", "one element", "no pair"],
+)
+def test_a_result_that_cannot_be_taken_fails_its_call_only(pair: tuple[Face, RawEngine], result: Any) -> None:
+    """Defect 19: a result with typeinfo ended the reference's receiver."""
+    face, engine = pair
+    call = face.start("call_utility", "is_sleeping")
+    engine.send(utility=[engine.next(UTILITY, method="is_sleeping")[1], None, result])
+    with pytest.raises(UtilityCallError):
+        call.result(PATIENCE_S)
+    assert_serves(face, engine)
+
+
+def test_an_output_that_cannot_be_read_fails_its_request_only(pair: tuple[Face, RawEngine]) -> None:
+    """Defect 19."""
+    face, engine = pair
+    for request_id in ("bad", "good"):
+        face.add_request(request(request_id, max_tokens=1))
+        engine.next(ADD)
+    tail: list[Any] = [None, None, None, 1, None, None, None, None, None, None, 0]
+    engine.send([["bad", "no tokens", *tail], ["good", [5], *tail]])
+    outputs = {it.request_id: it for it in face.outputs(2)}
+    assert outputs["bad"].finish_reason is FinishReason.ERROR
+    assert outputs["good"].new_token_ids == [5]
+    assert_serves(face, engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ready_responses_of_strangers_and_repeated_ones_do_not_end_start_up(kind: str) -> None:
+    """Defect 20: both were a KeyError during the reference's start-up."""
+    port = free_tcp_port()
+    with RawEngine(port) as engine:
+
+        def start() -> None:
+            engine.say_hello()
+            stranger = engine.connected(zmq.DEALER, engine.addresses["inputs"][0], b"\7\0")
+            stranger.send(pack(READY_0_25))
+            for length in (512, 256):
+                engine.input.send(pack(READY_0_25 | {"max_model_len": length}))
+            engine.say("READY")
+
+        thread = threading.Thread(target=start, name="raw-engine")
+        thread.start()
+        face = Face(kind, lambda: make_client(kind, mock_config(port)))
+        try:
+            thread.join()
+            assert_serves(face, engine)
+            wait_until(lambda: face.config.max_model_len == 256, PATIENCE_S, "the second response's turn")
+        finally:
+            face.close()
+
+
+def test_messages_on_the_input_socket_are_read_after_start_up(pair: tuple[Face, RawEngine]) -> None:
+    """Defects 20 and 21: nobody in the reference reads it any more."""
+    face, engine = pair
+    stranger = engine.connected(zmq.DEALER, engine.addresses["inputs"][0], b"stranger")
+    stranger.send_multipart([b"what", b"is", b"this"])
+    engine.input.send(b"\xc1")
+    wait_until(lambda: mp_client(face).inbox.dropped == 2, PATIENCE_S, "dropping of both")
+    assert_serves(face, engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_engine_is_taken_back(kind: str) -> None:
+    """Defect 21: a restarted engine is not reachable for the reference."""
+    with talking(kind) as (face, (engine,)):
+        face.add_request(request("old"))
+        engine.next(ADD)
+        engine.disconnect()
+        (failed,) = face.outputs(1)
+        assert failed.finish_reason is FinishReason.ERROR
+        assert str(failed.stop_reason).startswith("engine_lost: engine 0: ")
+        with pytest.raises(EngineUnavailableError, match="engine 0"):
+            face.add_request(request("refused"))
+        old_addresses = engine.addresses
+        engine.start()
+        wait_until(lambda: is_serving(face), PATIENCE_S, "return")
+        assert engine.addresses["inputs"] != old_addresses["inputs"]
+        assert_serves(face, engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_started_twice_is_refused_and_the_first_goes_on(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Defect 21, turned around: a newcomer does not take a living engine's identity."""
+    with talking(kind) as (face, (engine,)), RawEngine(face.config.data_parallel_rpc_port) as newcomer:
+        newcomer.say("HELLO")
+        engine.answer(engine.next(UTILITY), False)
+        wait_until(lambda: "started twice" in caplog.text, PATIENCE_S, "an error in the log")
+        assert not newcomer.handshake.poll(0)
+        assert_serves(face, engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_connection_fails_what_ran_there_at_once(kind: str) -> None:
+    """Defect 22: the reference never notices; requests hang."""
+    with talking(kind) as (face, (engine,)):
+        face.add_request(request("r"))
+        engine.next(ADD)
+        began = time.monotonic()
+        engine.disconnect()
+        (failed,) = face.outputs(1)
+        assert failed.finish_reason is FinishReason.ERROR
+        assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_host_is_noticed_by_heartbeat_and_taken_back_when_it_speaks(kind: str) -> None:
+    """Defect 22: a stopped process answers no heartbeat, as a host that is gone."""
+    port = free_tcp_port()
+    program = [sys.executable, str(Path(__file__).with_name("raw_engine.py")), str(port)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as engine:
+        try:
+            config = mock_config(port, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0)
+            face = Face(kind, lambda: make_client(kind, config))
+            try:
+                face.add_request(request("before"))
+                assert face.outputs(4)[-1].finish_reason is FinishReason.LENGTH
+                engine.send_signal(signal.SIGSTOP)
+                face.add_request(request("lost"))
+                (failed,) = face.outputs(1)
+                assert str(failed.stop_reason).startswith("engine_lost: engine 0: ")
+                engine.send_signal(signal.SIGCONT)
+                wait_until(lambda: is_serving(face), PATIENCE_S, "return")
+                face.add_request(request("after"))
+                outputs = face.outputs(4)
+                assert {it.request_id for it in outputs} == {"after"}, "late outputs of the lost one are discarded"
+            finally:
+                face.close()
+        finally:
+            engine.kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_message_restarts_the_limit_of_start_up(kind: str) -> None:
+    """Defect 23: the reference's limit starts anew at each message, and HELLO has none."""
+    port = free_tcp_port()
+    is_over = threading.Event()
+    with RawEngine(port) as engine:
+
+        def talk() -> None:
+            engine.say_hello()
+            while not is_over.wait(0.05):
+                engine.input.send(pack(READY_0_25))  # and never READY
+
+        thread = threading.Thread(target=talk, name="raw-engine")
+        thread.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(EngineStartupTimeout, match="not ready within 1 s: engine 0"):
+                Face(kind, lambda: make_client(kind, mock_config(port, ready_timeout_s=1.0)))
+        finally:
+            is_over.set()
+            thread.join()
+        assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_one_of_two_engines_fails_is_reported_with_its_index(kind: str) -> None:
+    """Defect 24: the reference loses the other's result, or returns the first one's whatever the second says."""
+    with talking(kind, 2) as (face, (zero, one)):
+        call = face.start("call_utility", "reset_prefix_cache", False, False)
+        zero.answer(zero.next(UTILITY, method="reset_prefix_cache"), True)
+        one.fail(one.next(UTILITY, method="reset_prefix_cache"), "busy")
+        with pytest.raises(UtilityCallError, match="busy") as caught:
+            call.result(PATIENCE_S)
+        assert caught.value.engine_index == 1
+        for answers in ((True, True), (True, False)):
+            call = face.start("reset_prefix_cache")
+            for engine, answer in zip((zero, one), answers, strict=True):
+                engine.answer(engine.next(UTILITY, method="reset_prefix_cache"), answer)
+            assert call.result(PATIENCE_S) is all(answers)
+        call = face.start("is_sleeping")
+        for engine, answer in ((zero, True), (one, False)):
+            engine.answer(engine.next(UTILITY, method="is_sleeping"), answer)
+        with pytest.raises(EngineClientError, match="agree"):
+            call.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_of_an_id_that_nobody_is_known_to_have_goes_to_all(kind: str) -> None:
+    """Defect 27: the reference skips it."""
+    with talking(kind, 2) as (face, engines):
+        face.abort_requests(["unknown"])
+        assert [engine.next(ABORT) for engine in engines] == [["unknown"], ["unknown"]]
+
+
+def test_what_init_names_is_bound_before_it_is_told() -> None:
+    """Defect 28: ports that are chosen, released and bound later may be somebody else's by then."""
+    port = free_tcp_port()
+    reached: list[str] = []
+    with RawEngine(port) as engine:
+
+        def start() -> None:
+            engine.say_hello()
+            for address in engine.addresses["inputs"] + engine.addresses["outputs"]:
+                host, _, number = address.removeprefix("tcp://").rpartition(":")
+                socket.create_connection((host, int(number)), timeout=PATIENCE_S).close()
+                reached.append(address)
+            engine.input.send(pack(READY_0_25))
+            engine.say("READY")
+
+        thread = threading.Thread(target=start, name="raw-engine")
+        thread.start()
+        face = Face("sync", lambda: make_client("sync", mock_config(port)))
+        face.close()
+        thread.join()
+    assert len(reached) == 2
+
+
+def test_a_message_to_an_engine_that_is_gone_is_an_error(pair: tuple[Face, RawEngine]) -> None:
+    """Defect 36: the reference's is dropped without a word."""
+    face, engine = pair
+    engine.input.close(0)
+
+    def is_refused() -> bool:
+        try:
+            face.abort_requests([])
+            face.add_request(request(f"r{time.monotonic_ns()}"))
+        except EngineUnavailableError as exc:
+            return "engine 0" in str(exc)
+        return False
+
+    wait_until(is_refused, PATIENCE_S, "refusal of a request")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dropped_connection_is_a_lost_request_and_not_a_short_one(kind: str) -> None:
+    """Defect 37: the reference's request ends normally with too few tokens."""
+    with talking(kind) as (face, (engine,)):
+        face.add_request(request("r", max_tokens=5))
+        engine.next(ADD)
+        engine.token("r", 1)
+        assert face.outputs(1)[0].new_token_ids == [1]
+        engine.disconnect()
+        engine.connect()
+        engine.token("r", 4)  # 2 and 3 were lost with the connection
+        engine.token("r", 5, finish_reason=1)
+        outputs = face.outputs(1)
+        assert [it.finish_reason for it in outputs] == [FinishReason.ERROR]
+        assert str(outputs[0].stop_reason).startswith("engine_lost: ")
+        assert engine.next(ABORT) == ["r"], "the engine is told, as soon as it is back"
+        engine.answer(engine.next(UTILITY), False)
+        wait_until(lambda: is_serving(face), PATIENCE_S, "return")
+        assert_serves(face, engine)
+
+
+def is_serving(face: Face) -> bool:
+    return [status.state for status in face.client.engine_statuses()] == ["ready"]
