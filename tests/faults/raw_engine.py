@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -46,10 +47,13 @@ class RawEngine:
     Args:
         port: of the frontend's handshake socket on 127.0.0.1.
         index: its rank.
+        through: what to connect to instead of an address that INIT names.
     """
 
-    def __init__(self, port: int, index: int = 0) -> None:
+    def __init__(self, port: int, index: int = 0, through: Callable[[str], str] = lambda address: address) -> None:
         self.index, self.identity = index, index.to_bytes(2, "little")
+        self._through = through
+        self._sockets: list[zmq.Socket[bytes]] = []
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.handshake = self.connected(zmq.DEALER, f"tcp://127.0.0.1:{port}")
         self.addresses: dict[str, Any] = {}
@@ -66,6 +70,7 @@ class RawEngine:
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.IDENTITY, self.identity if identity is None else identity)
         socket.connect(address)
+        self._sockets.append(socket)  # left open until the end
         return socket
 
     def say(self, status: str) -> None:
@@ -79,8 +84,8 @@ class RawEngine:
         self.connect()
 
     def connect(self) -> None:
-        self.input = self.connected(zmq.DEALER, self.addresses["inputs"][0])
-        self.output = self.connected(zmq.PUSH, self.addresses["outputs"][0])
+        self.input = self.connected(zmq.DEALER, self._through(self.addresses["inputs"][0]))
+        self.output = self.connected(zmq.PUSH, self._through(self.addresses["outputs"][0]))
 
     def disconnect(self) -> None:
         """Drop both connections without a word, as a killed process does."""

@@ -202,7 +202,7 @@ class _Receiver:
         self._client = weakref.ref(client)
         self._stopped = False
         self._links: tuple[Link, ...] = ()
-        self._descriptors: dict[Link, int] = {}
+        self._descriptors: dict[Link, list[int]] = {}
         self._read_links()
         self._timer = loop.call_later(LOOK_S, self._look)
 
@@ -212,12 +212,15 @@ class _Receiver:
             return
         self._links = self._inbox.links
         for link in self._descriptors.keys() - set(self._links):
-            self.loop.remove_reader(self._descriptors.pop(link))
+            for descriptor in self._descriptors.pop(link):
+                self.loop.remove_reader(descriptor)
         for link in self._links:
             if link not in self._descriptors:
-                descriptor = self._descriptors[link] = link.output_socket.fileno()
+                self._descriptors[link] = [socket.fileno() for socket in (link.output_socket, *link.events)]
                 on_readable = functools.partial(self._on_readable, link)
-                self.loop.add_reader(descriptor, on_readable)
+                for descriptor in self._descriptors[link]:
+                    is_output = descriptor == self._descriptors[link][0]
+                    self.loop.add_reader(descriptor, on_readable if is_output else self._look)
                 self.loop.call_soon(on_readable)  # the edge for what is there already may be past
 
     def _on_readable(self, link: Link) -> None:
@@ -300,8 +303,9 @@ class _Receiver:
         self._stopped = True
         if not self.loop.is_closed():
             self._timer.cancel()
-            for descriptor in self._descriptors.values():
-                self.loop.remove_reader(descriptor)
+            for descriptors in self._descriptors.values():
+                for descriptor in descriptors:
+                    self.loop.remove_reader(descriptor)
         self._descriptors.clear()
         for link in self._inbox.links:
             link.output_socket.close(linger=0)

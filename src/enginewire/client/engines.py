@@ -76,6 +76,9 @@ class Link:
         self.decoders: dict[int, OutputsDecoder] = {}
         """For what each sends. Here, not with the engine: its next incarnation may speak another layout."""
         self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]
+        self.events = [watch.events for watch in self._watches]
+        """Readable when a connection has come or gone. To be looked at before an engine that lost its connection has
+        another one, 0.1 s later: what it sends on that has a gap before it."""
 
     def settle(self) -> None:
         """Take the connections there are now for its engines'."""
@@ -86,6 +89,11 @@ class Link:
         """Whether a connection of its engines has been closed since."""
         lost = [watch.has_lost_peer() for watch in self._watches]  # all are asked: a monitor is to be drained
         return any(lost)
+
+    @property
+    def num_closed(self) -> int:
+        """How many connections have been closed so far; what was sent before the last one was may be lost."""
+        return sum(watch.num_closed for watch in self._watches)
 
     def close(self) -> None:
         """Close both sockets. Called by the receiver, which holds the send lock."""

@@ -66,6 +66,8 @@ class _Ping:
     deadline: float
     cause: str | None
     on_answer: Callable[[], None]
+    num_closed: int
+    """Of its link, when it was asked."""
 
 
 class Lookout:
@@ -216,7 +218,7 @@ class Lookout:
             self._inbox.calls.forget(former.call.call_id)
         call = self._start(engine, PING)
         if call is not None:
-            self._pings[engine.index] = _Ping(call, deadline, cause, on_answer)
+            self._pings[engine.index] = _Ping(call, deadline, cause, on_answer, engine.link.num_closed)
         return call is not None
 
     def _start(self, engine: Engine, method: str) -> Call[concurrent.futures.Future[Any]] | None:
@@ -234,8 +236,8 @@ class Lookout:
             if ping.call.waiter.done():
                 del self._pings[index]
                 ping.on_answer()
-            elif now > ping.deadline:
-                del self._pings[index]
+            elif now > ping.deadline or (ping.cause is None and self._engines[index].link.num_closed > ping.num_closed):
+                del self._pings[index]  # without a cause: it is asked again, as the question may have been lost
                 self._inbox.calls.forget(ping.call.call_id)
                 if ping.cause is not None:
                     self._engines.lost(EngineDeath(index, ping.cause))

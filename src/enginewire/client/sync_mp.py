@@ -214,7 +214,7 @@ class _Receiver:
                 links = self._inbox.links
                 sources = {link.output_socket: link for link in links}
                 poller = zmq.Poller()
-                for socket in (self._wake_reader, *sources):
+                for socket in (self._wake_reader, *sources, *(event for link in links for event in link.events)):
                     poller.register(socket, zmq.POLLIN)
             began = time.monotonic()
             ready = poller.poll(LOOK_MS)
@@ -222,9 +222,9 @@ class _Receiver:
             is_due = now >= next_look
             is_drained = True
             for socket, _ in ready:
+                is_due = is_due or socket not in sources
                 if socket is self._wake_reader:
                     self._wake_reader.recv()
-                    is_due = True
                     if self._is_stopping:
                         return
             for link in links if is_due else [sources[socket] for socket, _ in ready]:

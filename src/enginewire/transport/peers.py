@@ -20,11 +20,16 @@ class PeerWatch:
     the first one after that, as a PUSH may still be connecting then; strangers that come and go later do not count.
 
     Used by one thread at a time, and read often: a monitor that nobody drains stops ZeroMQ's I/O thread.
+
+    Attributes:
+        events: readable when something has happened.
+        num_closed: how many connections, anybody's, have been closed so far.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(EVENTS)
+        self.num_closed = 0
+        self.events = socket.get_monitor_socket(EVENTS)
         self._open: set[int] = set()
         self._peer: set[int] = set()
         self._is_settled = False
@@ -45,12 +50,12 @@ class PeerWatch:
     def close(self) -> None:
         """Stop watching, before the socket is closed. Otherwise it ends with the socket, and with its context."""
         self._socket.disable_monitor()  # first: events that nobody reads would stop ZeroMQ's I/O thread
-        self._monitor.close(linger=0)
+        self.events.close(linger=0)
 
     def _drain(self) -> None:
         while True:
             try:
-                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+                frames = self.events.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             event, descriptor = struct.unpack("=HI", frames[0])
@@ -59,6 +64,7 @@ class PeerWatch:
                 if self._is_settled and not self._peer:
                     self._peer.add(descriptor)
             else:
+                self.num_closed += 1
                 self._open.discard(descriptor)
                 self._is_lost = self._is_lost or descriptor in self._peer
 
