@@ -13,22 +13,31 @@ A policy is a small object. Yours is a class in any module, named as ``load_bala
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import random
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import MappingProxyType
 from typing import Any, Final
 
-from enginewire.client.prefix_index import PrefixIndex
+from enginewire.client.prefix_index import Prefixes, PrefixIndex
 from enginewire.errors import ConfigError
 from enginewire.wire.messages import EngineCoreRequest
 
-TOKENS_PER_REQUEST: Final = 512
-"""How many cached tokens outweigh one request more in an engine's queue (``prefix``)."""
+TOKENS_PER_REQUEST: Final = 64
+"""How many tokens that need not be computed again outweigh one request in an engine's queue (``prefix``). Fewer: longer
+queues at popular engines; more: prompts are computed twice. Measured by benchmarks/balancer_sim.py."""
+
+OVERLOAD: Final = 2.0
+"""An engine with so many times the average load gets no request for the sake of its cache (``prefix``)."""
+
+
+REMEMBERED_REQUESTS: Final = 64
+"""Over about so many requests a client averages how much of its prompts it has seen before (``prefix``)."""
 
 
 @dataclass(slots=True)
@@ -119,14 +128,14 @@ class LeastLoaded(LoadBalancer):
         raise NotImplementedError
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineLoad]) -> EngineLoad:
-        return self.lowest(engines, self.score)
+        return self.lowest(engines, [self.score(load) for load in engines])
 
-    def lowest(self, engines: Sequence[EngineLoad], score: Callable[[EngineLoad], float]) -> EngineLoad:
-        """Return the first engine with the lowest score in a scan that starts one further every time."""
+    def lowest(self, engines: Sequence[EngineLoad], scores: Sequence[float]) -> EngineLoad:
+        """Return the first engine with the lowest score, in a scan that starts one further every time."""
         count = len(engines)
         start = count * self.client_index // self.client_count if self._start is None else self._start % count
         self._start = start + 1
-        return min([*engines[start:], *engines[:start]], key=score)
+        return engines[min([*range(start, count), *range(start)], key=scores.__getitem__)]
 
 
 class Score(LeastLoaded):
@@ -166,27 +175,58 @@ class TwoChoices(InFlight):
 
 
 class Prefix(InFlight):
-    """``prefix``: where the prompt's prefix was computed before, unless that engine has too much to do.
+    """``prefix``: where the beginning of the prompt was computed before, unless that engine has too much to do.
 
-    ``inflight``'s score less one request for every :data:`TOKENS_PER_REQUEST` tokens that need not be computed again:
-    short prompts spread as they do without, long ones are worth a queue.
+    An engine's score is ``inflight``'s, less one request for every :data:`TOKENS_PER_REQUEST` tokens that it need not
+    compute again. Not so for engines with :data:`OVERLOAD` times the average load, nor, while there is less than one
+    request for each engine, for any that has one. So short prompts, unknown ones, and a first burst of equal ones
+    spread as they would without.
+
+    Frontends do not tell each other what they sent where; they agree without. See :meth:`_expect`.
     """
 
-    def __init__(
-        self, *, client_count: int = 1, client_index: int = 0, tokens_per_request: int = TOKENS_PER_REQUEST
-    ) -> None:
+    def __init__(self, *, client_count: int = 1, client_index: int = 0) -> None:
         super().__init__(client_count=client_count, client_index=client_index)
-        self._tokens_per_request = tokens_per_request
         self._index = PrefixIndex()
+        self._known_share = 0.0
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineLoad]) -> EngineLoad:
         prefixes = self._index.prefixes(request)
-        cached = self._index.cached(prefixes)
-        chosen = self.lowest(
-            engines, lambda load: self.score(load) - cached.get(load.index, 0) / self._tokens_per_request
-        )
+        saved: dict[int, float] = {**self._index.cached(prefixes)}
+        if self.client_count > 1:
+            self._expect(prefixes, saved, engines)
+        scores = [self.score(load) for load in engines]
+        if saved:
+            mean = sum(scores) / len(scores)
+            limit = OVERLOAD * mean if mean >= 1 else 1
+            for position, load in enumerate(engines):
+                if scores[position] < limit:
+                    scores[position] -= saved.get(load.index, 0) / TOKENS_PER_REQUEST
+        chosen = self.lowest(engines, scores)
         self._index.add(prefixes, chosen.index)
         return chosen
+
+    def _expect(self, prefixes: Prefixes, saved: dict[int, float], engines: Sequence[EngineLoad]) -> None:
+        """Add to ``saved`` what other frontends have probably sent, to the engine where each of them would expect it.
+
+        That is the one engine that has the longest part of the prompt known here: a conversation goes on where it
+        was. A part that several engines have, or none, says nothing (it is a system prompt that everybody uses);
+        then the hash of what comes next points to an engine, the same one in every frontend. How much of the rest
+        they have sent is taken to be what this one has seen of its own prompts: nothing, if none ever come again.
+        """
+        known = max(saved.values(), default=0)
+        if prefixes.lengths:
+            self._known_share += (known / prefixes.lengths[-1] - self._known_share) / REMEMBERED_REQUESTS
+        position = bisect.bisect_right(prefixes.lengths, known)
+        if position == len(prefixes.keys):
+            return
+        holders = [index for index, length in saved.items() if length == known]
+        if len(holders) == 1:
+            (home,) = holders
+        else:
+            rank = prefixes.keys[position] % (engines[-1].index + 1)
+            home = engines[bisect.bisect_left(engines, rank, key=_index_of)].index
+        saved[home] = known + (prefixes.lengths[-1] - known) * self._known_share
 
     def removed(self, index: int) -> None:
         self._index.forget(index)
@@ -224,6 +264,10 @@ def _imported(reference: str) -> object:
         return reduce(getattr, qualname.split("."), importlib.import_module(module_name))
     except (ImportError, AttributeError) as exc:
         raise ConfigError(f"load balancer {reference!r} cannot be imported: {exc}") from exc
+
+
+def _index_of(load: EngineLoad) -> int:
+    return load.index
 
 
 def _late_interaction_key(request: EngineCoreRequest) -> str | None:

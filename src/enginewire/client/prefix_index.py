@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
@@ -52,7 +53,8 @@ class PrefixIndex:
         """
         tokens = request.prompt_token_ids or []
         lora, images = request.lora_request, request.mm_features
-        key = hash((request.cache_salt, lora and lora.lora_int_id, tuple(image.identifier for image in images or ())))
+        name = (request.cache_salt, lora and lora.lora_int_id, [image.identifier for image in images or ()])
+        key = zlib.crc32(repr(name).encode())  # not `hash`: that of a text differs between processes
         keys: list[int] = []
         lengths: list[int] = []
         start = 0

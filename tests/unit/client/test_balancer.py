@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from enginewire import ConfigError
-from enginewire.client.balancer import BALANCERS, EngineLoad, InFlight, LoadBalancer, Prefix, TwoChoices, make_balancer
+from enginewire.client.balancer import BALANCERS, EngineLoad, InFlight, LoadBalancer, TwoChoices, make_balancer
 from enginewire.config import EngineConfig
 from enginewire.wire.messages import EngineCoreRequest, LateInteractionParams, PoolingParams
 
@@ -151,27 +151,102 @@ def test_prefix_goes_where_the_prefix_is() -> None:
         assert balancer.pick(EngineCoreRequest("b", prompt((who, 4096), (9, 50))), loads) == engine
 
 
-def test_prefix_weighs_what_is_cached_against_the_queue() -> None:
-    balancer = Prefix(tokens_per_request=512)
-    loads = [EngineLoad(0), EngineLoad(1)]
-    request = EngineCoreRequest("a", prompt((1, 2048)))
-    assert balancer.pick(request, loads) == 0
-    loads[0].report(waiting=0, running=3)
-    assert balancer.pick(request, loads) == 0, "worth a queue of three"
-    loads[0].report(waiting=0, running=5)
-    assert balancer.pick(request, loads) == 1, "not of five"
-    loads[0].report(waiting=0, running=0)
-    assert balancer.pick(request, [loads[1], loads[0]]) in (0, 1), "both have it now"
+@pytest.mark.parametrize(
+    ("tokens", "loads", "chosen"),
+    [
+        (2048, (3, 2), 0),
+        (2048, (30, 9), 0),
+        (2048, (32, 8), 1),  # twice the average of the three
+        (2048, (1, 0), 1),  # an idle engine is at hand
+        (128, (11, 10), 0),
+        (128, (13, 10), 1),  # two requests' worth of tokens, not three
+        (8, (1, 1), 1),  # less than a block: like any other, so the scan goes on
+    ],
+)
+def test_prefix_weighs_what_is_cached_against_the_queue(tokens: int, loads: tuple[int, int], chosen: int) -> None:
+    balancer = make_balancer("prefix")
+    engines = [EngineLoad(0), EngineLoad(1), EngineLoad(2)]
+    request = EngineCoreRequest("a", prompt((1, tokens)))
+    assert balancer.pick(request, engines) == 0
+    for engine, load in zip(engines, (*loads, loads[1]), strict=True):
+        engine.report(waiting=0, running=load)
+    assert balancer.pick(request, engines) == chosen
+
+
+@pytest.mark.parametrize("engines", [2, 4, 16])
+@pytest.mark.parametrize("tokens", [50, 500, 5000])
+def test_prefix_splits_a_first_burst_evenly_though_its_prompts_are_equal(tokens: int, engines: int) -> None:
+    """The first of them is not computed yet when the others come: there is nothing to share."""
+    request = EngineCoreRequest("a", prompt((1, tokens)))
+    chosen = Counter(send(make_balancer("prefix"), [EngineLoad(index) for index in range(engines)], 20, request))
+    assert len(chosen) == engines
+    assert max(chosen.values()) - min(chosen.values()) <= 1
 
 
 def test_prefix_forgets_an_engine_that_was_removed() -> None:
     balancer = make_balancer("prefix")
-    loads = [EngineLoad(0), EngineLoad(1)]
+    loads = [EngineLoad(0, running=1), EngineLoad(1, running=2)]
     request = EngineCoreRequest("a", prompt((1, 4096)))
     assert balancer.pick(request, loads) == 0
+    loads[0].report(waiting=0, running=2)
+    loads[1].report(waiting=0, running=1)
+    assert balancer.pick(request, loads) == 0
     balancer.removed(0)
-    loads[0].report(waiting=0, running=1)
     assert balancer.pick(request, loads) == 1
+
+
+def conversations(num_frontends: int, num_engines: int) -> tuple[float, Counter[int]]:
+    """Let 200 conversations of six turns go through frontends drawn at random; 60 requests are in flight.
+
+    Returns:
+        the share of prompts after the first turn that met an engine which had the turn before, and where all went.
+    """
+    rng = random.Random(7)
+    frontends = [make_balancer("prefix", num_frontends, index) for index in range(num_frontends)]
+    loads = [[EngineLoad(index) for index in range(num_engines)] for _ in frontends]
+    in_flight: list[tuple[int, int]] = []
+    last: dict[int, int] = {}
+    hits = 0
+    went: Counter[int] = Counter()
+    for turn in range(6):
+        for talk in rng.sample(range(200), 200):
+            system, own = [5] * 800, range(1_000_000 * talk, 1_000_000 * talk + 400 * (turn + 1))
+            frontend = rng.randrange(num_frontends)
+            engine = frontends[frontend].pick(EngineCoreRequest("a", [*system, *own]), loads[frontend])
+            went[engine] += 1
+            hits += engine == last.get(talk)
+            last[talk] = engine
+            loads[frontend][engine].add()
+            in_flight.append((frontend, engine))
+            if len(in_flight) > 60:
+                frontend, engine = in_flight.pop(rng.randrange(60))
+                loads[frontend][engine].finish()
+            counts = Counter(engine for _, engine in in_flight)
+            for known in loads:
+                for load in known:
+                    load.report(waiting=0, running=counts[load.index])
+    return hits / 1000, went
+
+
+def test_prefix_of_several_frontends_agrees_without_a_word() -> None:
+    """Each sees a quarter of the turns, and most conversations stay where they are."""
+    alone, _ = conversations(1, 8)
+    together, went = conversations(4, 8)
+    assert alone > 0.95
+    assert together > 0.55, "an eighth would be chance"
+    assert max(went.values()) < 2 * min(went.values())
+
+
+def test_prefix_of_several_frontends_expects_nothing_where_nothing_comes_twice() -> None:
+    prefix, inflight = make_balancer("prefix", 4, 1), make_balancer("inflight", 4, 1)
+    loads = [EngineLoad(index) for index in range(8)]
+    rng = random.Random(3)
+    for talk in range(200):
+        request = EngineCoreRequest("a", list(range(10_000 * talk, 10_000 * talk + 5000)))
+        chosen = prefix.pick(request, loads)
+        assert chosen == inflight.pick(request, loads)
+        loads[chosen].add()
+        loads[rng.randrange(8)].report(waiting=0, running=rng.randrange(10))
 
 
 def test_prefix_spreads_prompts_of_embeddings_by_load() -> None:
