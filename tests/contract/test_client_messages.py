@@ -248,10 +248,11 @@ def test_an_engine_that_says_ready_again_is_registered_anew_and_what_it_forgot_f
     failed = {it.request_id: it for it in face.outputs(2)}
     assert failed.keys() == {"a", "b"}
     assert all(it.finish_reason is FinishReason.ERROR for it in failed.values())
-    assert failed["a"].stop_reason == "engine_lost: engine 0: it was restarted"
-    with pytest.raises(UtilityCallError, match="restarted"):
+    # Whichever is seen first: that its connection is gone, or that it is back.
+    assert str(failed["a"].stop_reason).startswith("engine_lost: engine 0: ")
+    with pytest.raises(UtilityCallError, match="the engine was lost meanwhile"):
         call.result(PATIENCE_S)
-    assert face.client.config.num_gpu_blocks == 55
+    wait_until(lambda: face.client.config.num_gpu_blocks == 55, PATIENCE_S, "its being taken back")
     assert "it says ready again" in caplog.text
     assert_serves(face, engine, "a")
 
