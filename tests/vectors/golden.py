@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.msgpack import Ext
 
-from enginewire.wire.frames import Buffer
+from enginewire.wire.frames import START_DP_WAVE, Buffer
 from enginewire.wire.profile import PROFILES, WireProfile
 
 VERSIONS = {profile.vllm_version: profile for profile in PROFILES}
@@ -54,12 +54,8 @@ class Vector:
 
 def load(*files: str, versions: Iterable[str] = VERSIONS) -> list[Vector]:
     """Read vector files by their names without version."""
-    return [
-        _vector(name, entry)
-        for name in files
-        for version in versions
-        for entry in json.loads((DATA / f"{name}-{version}.json").read_text())
-    ]
+    paths = [(name, DATA / f"{name}-{version}.json") for name in files for version in versions]
+    return [_vector(name, entry) for name, path in paths for entry in json.loads(path.read_text())]
 
 
 def by_name(file: str, version: str = OLD) -> dict[str, Vector]:
@@ -70,6 +66,8 @@ def by_name(file: str, version: str = OLD) -> dict[str, Vector]:
 def _vector(file: str, entry: dict[str, Any]) -> Vector:
     frames = [bytes.fromhex(frame) for frame in entry["frames"]]
     first = entry.get("payload_frame") or 0
+    if frames[:1] == [START_DP_WAVE] and len(frames) == 2:
+        first = 1  # frontend-dp2 says 0
     return Vector(
         file,
         entry["version"],

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from golden import NEW, OLD, Vector, by_name, load, same_bytes, schemaless
+from golden import NEW, OLD, Vector, as_json, by_name, load, same_bytes, schemaless
 from msgspec.msgpack import Ext
 
 from enginewire.errors import DecodeError, EncodeError
@@ -20,7 +20,7 @@ from enginewire.wire.codec import (
     RequestDecoder,
     UtilityCallDecoder,
 )
-from enginewire.wire.frames import is_death_marker
+from enginewire.wire.frames import ALL_ENGINES_LISTEN, SUBSCRIBE_ALL, is_death_marker
 from enginewire.wire.handshake import EngineHandshakeMetadata, HandshakeMessage
 from enginewire.wire.messages import (
     EngineCoreOutput,
@@ -356,17 +356,40 @@ def test_arrays_that_the_reference_refuses_are_refused(array: np.ndarray) -> Non
         MsgpackEncoder().encode(array)
 
 
-def test_the_remaining_vectors_are_known_by_name() -> None:
-    """Aborts and wave messages are plain arrays; nothing else is left out above."""
-    untested = {v.name for v in load("requests") if "ADD" not in v.direction}
-    assert untested == {"abort_list", "start_dp_wave", "start_dp_wave_all"}
+PLAIN: dict[str, Any] = {
+    "abort_list": list[str],
+    "start_dp_wave": tuple[int, int | bytes | None],
+    "start_dp_wave_all": tuple[int, int | bytes | None],
+    "coord_first_req": tuple[int | bytes, int],
+    "coord_first_req_inproc": tuple[str, int | bytes],  # inside one process; never on a socket
+    "coord_scale": tuple[str, int],
+    "coord_stats": tuple[list[list[int | float]] | None, int, bool],
+    "coord_wave_change": tuple[list[list[int | float]] | None, int, bool],
+}
+"""Messages that are plain arrays, by name."""
+
+
+@pytest.mark.parametrize("vector", **ids([v for v in load("requests", "handshake") if v.name in PLAIN]))
+def test_a_plain_array_decodes_and_encodes_to_the_same_bytes(vector: Vector) -> None:
+    """Protocol C.1, J."""
+    message = MsgpackDecoder(PLAIN[vector.name]).decode(vector.frames)
+    assert as_json(list(message)) == vector.value
+    assert MsgpackEncoder().encode(message) == vector.frames
+
+
+def test_a_coordinators_raw_frames_are_known() -> None:
+    """Protocol C.2."""
     for version in (OLD, NEW):
-        abort = by_name("requests", version)["abort_list"]
-        assert MsgpackDecoder(list[str]).decode(abort.frames) == abort.value
-    assert {v.name for v in load("handshake") if not v.name.startswith(("hello", "init", "ready"))} == {
-        "coord_first_req_inproc", "coord_first_req", "coord_scale", "coord_stats", "coord_wave_change", "subscribe",
-        "coord_ready",
-    }  # fmt: skip
+        handshake = by_name("handshake", version)
+        assert handshake["subscribe"].frames == [SUBSCRIBE_ALL]
+        assert handshake["coord_ready"].frames == [ALL_ENGINES_LISTEN]
+
+
+def test_the_remaining_vectors_are_known_by_name() -> None:
+    """Nothing is left out above."""
+    rest = {v.name for v in load("requests") if "ADD" not in v.direction}
+    rest |= {v.name for v in load("handshake") if not v.name.startswith(("hello", "init", "ready"))}
+    assert rest == {*PLAIN, "subscribe", "coord_ready"}
 
 
 def test_every_file_is_complete() -> None:
