@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -193,17 +194,39 @@ def test_only_listed_methods_can_be_called(frontend: MockFrontend, method: str) 
     assert answer.failure_message == text
 
 
+@pytest.mark.parametrize(
+    ("method", "args", "reason"),
+    [
+        ("is_sleeping", [1, 2], "TypeError: too many positional arguments"),
+        ("collective_rpc", [], "TypeError: missing a required argument: 'method'"),
+        ("collective_rpc", ["raise_error", None, [""], None], "RuntimeError"),
+    ],
+)
+def test_a_failure_is_never_without_a_reason(
+    frontend: MockFrontend, method: str, args: list[object], reason: str
+) -> None:
+    """Defect 14: the text after the colon was empty."""
+    answer = frontend.wait_answer(frontend.call(method, *args))
+    assert answer.failure_message == f"Call to {method} method failed: {reason}"
+
+
 def test_requests_that_the_engine_cannot_run_are_answered(frontend: MockFrontend) -> None:
     """Defect 8: a pooling request to a generative model, and an empty prompt, killed the engine."""
     frontend.add_request(EngineCoreRequest("pool", [1], pooling_params=PoolingParams(task="embed")))
     frontend.add_request(EngineCoreRequest("none", [1]))
     frontend.add("empty", [])
     frontend.add_request(EngineCoreRequest("nil", None, sampling_params=SamplingParams()))
+    frontend.add("long", [1] * 131_072)
+    frontend.add("negative", [1, -1])
+    frontend.add_request(EngineCoreRequest("more", [1], sampling_params=SamplingParams(), resumable=True))
     for request_id, reason in (
         ("pool", "pooling task 'embed' is not supported"),
         ("none", "neither sampling_params nor pooling_params"),
         ("empty", "the prompt is empty"),
         ("nil", "the prompt is empty"),
+        ("long", "the prompt has 131072 tokens; at most 131071 leave room for an answer"),
+        ("negative", "token id -1 is not in the vocabulary"),
+        ("more", "streaming input (resumable) is not supported"),
     ):
         output = frontend.wait_finished(request_id)
         assert output.finish_reason is FinishReason.ERROR
@@ -219,6 +242,46 @@ def test_a_pickle_is_never_loaded(frontend: MockFrontend) -> None:
 
 def test_deeply_nested_arguments_do_not_end_the_reader(frontend: MockFrontend) -> None:
     frontend.send(UTILITY, b"\x94\x00\x4f\xa1x" + b"\x91" * 200_000 + b"\xc0")
+
+
+@pytest.mark.parametrize("depth", [900, 200_000])
+def test_deeply_nested_parameters_do_not_end_the_reader(frontend: MockFrontend, depth: int) -> None:
+    """What can be read is answered, and what cannot, not even for its id, is dropped."""
+    head, tail = packed(["a", [1], None]), packed([None, 0.0, None, None, None])
+    params = b"\x82" + packed("max_tokens") + b"\x01" + packed("extra_args") + b"\x81\xa1k" + b"\x91" * depth + b"\xc0"
+    frontend.send(ADD, b"\x99" + head[1:] + params + tail[1:])
+    if depth == 900:
+        assert frontend.wait_finished("a").finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("threshold", [0, 16, 1 << 30])
+def test_arrays_in_or_out_of_frames_of_their_own_mean_the_same(frontend: MockFrontend, threshold: int) -> None:
+    """Defect 35: the sender's threshold is its own; with 0 even empty arrays come in frames."""
+    import numpy as np
+
+    arrays = [np.zeros(0, np.float32), np.arange(3, dtype=np.int64), np.arange(1000, dtype=np.uint8)]
+    encoded = MsgpackEncoder(zero_copy_threshold=threshold).encode([0, 79, "collective_rpc", ["echo", None, arrays]])
+    assert len(encoded) == {0: 4, 16: 3, 1 << 30: 1}[threshold]
+    frontend.send(UTILITY, *encoded)
+    answer = frontend.wait_answer(79)
+    assert answer.failure_message is None
+    returned = answer.result[1][0]["args"]
+    assert [bytes(getattr(data, "data", data)) for _, _, data in returned] == [array.tobytes() for array in arrays]
+
+
+def test_an_engine_listens_nowhere(frontend: MockFrontend) -> None:
+    """Defect 34: nobody can connect to an engine; it is the engine that connects."""
+    assert frontend.engine is not None
+    inodes = set()
+    for link in Path(f"/proc/{frontend.engine.pid}/fd").iterdir():
+        target = os.readlink(link)
+        if target.startswith("socket:"):
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    assert inodes
+    listening = "0A"
+    for table in ("tcp", "tcp6"):
+        rows = [row.split() for row in Path(f"/proc/{frontend.engine.pid}/net/{table}").read_text().splitlines()[1:]]
+        assert not inodes & {row[9] for row in rows if row[3] == listening}
 
 
 @pytest.mark.parametrize("executor", ["stub_executors:Misbehaves"])
