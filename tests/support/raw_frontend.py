@@ -9,23 +9,20 @@ from __future__ import annotations
 import sys
 
 import msgspec
-import zmq
 
+from enginewire.transport.sockets import HEARTBEAT_S, bind_pull, bind_router, make_context
+
+MAX_FRAME_BYTES = 1 << 20
 IDENTITY = bytes(2)
 ADD = b"\x00"
 REQUEST = ["a", [1, 2], None, {"max_tokens": 100_000}, None, 0.0, None, None, None, None, None]
 
 
 def main(input_address: str, output_address: str, ttl_s: float) -> None:
-    context = zmq.Context()
-    router, pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
-    for socket, address in ((router, input_address), (pull, output_address)):
-        if ttl_s:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 50)
-            socket.setsockopt(zmq.HEARTBEAT_TTL, int(ttl_s * 1000))
-        if socket is router:
-            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.bind(address)
+    context = make_context()
+    heartbeat_s = (0.05, ttl_s) if ttl_s else HEARTBEAT_S
+    router, _ = bind_router(context, input_address, MAX_FRAME_BYTES, heartbeat_s)
+    pull, _ = bind_pull(context, output_address, MAX_FRAME_BYTES, heartbeat_s)
     for line in sys.stdin:
         match line.split():
             case ["ready"]:

@@ -22,6 +22,9 @@ IO_THREADS = 2
 HEARTBEAT_S = (1.0, 10.0)
 """Interval and time-out; tcp only: a silent host is noticed after this time. Works against peers that set nothing."""
 
+MAX_TTL_MS = 6_553_599
+"""What fits into a heartbeat's 16 bits, in tenths of a second."""
+
 LISTENER_SCHEME = "fd://"
 """``fd://4``: a unix socket that somebody else has bound, listens already, and was handed to this process."""
 
@@ -188,9 +191,12 @@ def _prepare_and_bind(
 ) -> str:
     try:
         _set_common_options(socket, endpoint, max_frame_bytes)
-        for option, seconds in zip((zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT), heartbeat_s, strict=True):
-            if endpoint.startswith("tcp://"):
-                socket.setsockopt(option, max(1, round(seconds * 1000)))
+        if endpoint.startswith("tcp://"):
+            interval_ms, timeout_ms = (max(1, round(seconds * 1000)) for seconds in heartbeat_s)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+            # The peer, which sets nothing itself, is to notice when this host is silent.
+            socket.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, MAX_TTL_MS))
         return _bind(socket, endpoint)
     except BaseException:
         socket.close(linger=0)
