@@ -50,12 +50,21 @@ class Served:
 
     def engine(self) -> psutil.Process:
         """Return the engine's process."""
-        (engine,) = (
-            child
-            for child in psutil.Process(self.process.pid).children(recursive=True)
-            if any("enginewire.engine" in word for word in child.cmdline())
-        )
+        (engine,) = self.engines()
         return engine
+
+    def engines(self) -> list[psutil.Process]:
+        """Return the engines' processes in the order in which they were started, which is that of their ranks."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if "enginewire.engine.main" in child.cmdline():
+                    found.append(child)
+        return sorted(found, key=lambda child: child.pid)
+
+    def server_pid(self, index: int) -> int:
+        """Return the process id of one of several server processes: of the last that said that it serves."""
+        return int(re.findall(rf"server process {index} serves pid=(\d+)", self.log)[-1])
 
     def metric(self, name: str) -> float:
         """Return a metric's value, the sum over its labels."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from typing import TYPE_CHECKING, Final
 
 from enginewire import envs
@@ -83,14 +81,13 @@ def execute(args: argparse.Namespace) -> None:
     try:
         import uvloop
 
+        from enginewire.server.access_log import set_up_logging
         from enginewire.server.run import serve
     except ImportError as exc:
         raise ConfigError(f'the server needs more packages ({exc}): pip install "enginewire[serve]"') from exc
-    if (args.api_server_count or 1) > 1:
-        raise ConfigError(f"--api-server-count {args.api_server_count} is not part of this version; leave it at 1")
     config = engine_config(args, _limits(args))
     settings = _settings(args, config.model)
-    set_up_logging(args.log_level)
+    set_up_logging(args.log_level.upper())
     status = uvloop.run(serve(config, settings, lambda url: announce(f"Serving {settings.model_name} at {url}")))
     if status:
         raise SystemExit(status)
@@ -98,9 +95,10 @@ def execute(args: argparse.Namespace) -> None:
 
 def _run_headless(args: argparse.Namespace) -> None:
     from enginewire.cli.headless import HeadlessNode
+    from enginewire.server.access_log import set_up_logging
 
     config = engine_config(args, {"shutdown_timeout_s": args.shutdown_timeout, **_limits(args)})
-    set_up_logging(args.log_level)
+    set_up_logging(args.log_level.upper())
     if status := HeadlessNode(config).run():
         raise SystemExit(status)
 
@@ -121,21 +119,10 @@ def _settings(args: argparse.Namespace, model: str) -> ServerSettings:
         served_model_names=tuple(args.served_model_name or [default_model_name(model)]),
         api_keys=tuple(keys),
         admin=args.admin,
+        api_server_count=args.api_server_count or 1,
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         stall_timeout_s=args.stall_timeout,
         exit_on_engine_death=args.exit_on_engine_death,
     )
-
-
-def set_up_logging(level: str) -> None:
-    """Have everything logged in logfmt on stderr."""
-    from enginewire.server.access_log import LogfmtFormatter
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogfmtFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # we say ourselves when we start and stop

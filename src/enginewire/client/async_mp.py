@@ -85,8 +85,11 @@ class AsyncMPClient(MPClient):
             self._ensure_receiver()
             self._send_abort(request_ids)
 
-    async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        calls: list[Call[asyncio.Future[Any]]] = self._start_calls(method, args, self._ensure_receiver().create_future)
+    async def call_utility_async(
+        self, method: str, *args: Any, timeout: float | None = None, engine_index: int | None = None
+    ) -> Any:
+        make_waiter = self._ensure_receiver().create_future
+        calls: list[Call[asyncio.Future[Any]]] = self._start_calls(method, args, make_waiter, engine_index)
         limit = asyncio.timeout(timeout)
         try:
             async with limit:

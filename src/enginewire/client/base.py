@@ -107,15 +107,14 @@ class EngineCoreClient(ABC):
         config: EngineConfig,
         executor_class: ExecutorChoice = None,
         log_stats: bool | None = None,
-        client_addresses: Mapping[str, str] | None = None,
+        client_addresses: Mapping[str, Any] | None = None,
         client_count: int = 1,
         client_index: int = 0,
     ) -> EngineCoreClient:
         """Make the asyncio client for this deployment.
 
         Args:
-            client_addresses: where to bind, when somebody else does the handshake with the engines
-                (``input_address``, ``output_address``).
+            client_addresses: where to bind, when somebody else does the handshake with the engines; see ``MPClient``.
             client_count: how many frontends share the engines.
             client_index: which of them this is.
         """
@@ -150,6 +149,10 @@ class EngineCoreClient(ABC):
         """Return how its engines are, by rank; from any thread. None of a client that keeps no account of them."""
         return []
 
+    def engine_index_of(self, request_id: str) -> int | None:
+        """Return the rank of the engine that has a request of this client; ``None``: none of them."""
+        return None
+
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request; its outputs come out of :meth:`get_output`.
 
@@ -182,8 +185,14 @@ class EngineCoreClient(ABC):
         """Like :meth:`get_output`; use ``asyncio.timeout`` to bound the wait."""
         raise self._other_face("get_output_async")
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, engine_index: int | None = None
+    ) -> Any:
         """Call one of the engine's utilities and return its result.
+
+        Args:
+            timeout: how long to wait for the answer; ``None``: for ever.
+            engine_index: of several engines, ask this one only.
 
         Raises:
             UtilityCallError: it failed; the message is the engine's.
@@ -191,7 +200,9 @@ class EngineCoreClient(ABC):
         """
         raise self._other_face("call_utility")
 
-    async def call_utility_async(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    async def call_utility_async(
+        self, method: str, *args: Any, timeout: float | None = None, engine_index: int | None = None
+    ) -> Any:
         """Like :meth:`call_utility`."""
         raise self._other_face("call_utility_async")
 

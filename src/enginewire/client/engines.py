@@ -218,7 +218,8 @@ class Engines:
         """
         engine = self._engines[death.engine_index]
         with self._lock:
-            if self.death is not None or engine.state in (EngineState.LOST, EngineState.DEAD):
+            is_told = engine.state is EngineState.DEAD or (engine.state is EngineState.LOST and not engine.is_ours)
+            if self.death is not None or is_told:
                 return False
             engine.death = death
             engine.num_deaths += 1
@@ -228,6 +229,11 @@ class Engines:
             logger.error("engine=%d is %s cause=%r", engine.index, engine.state, death.cause)
         self._tell(engine)
         return True
+
+    def is_away(self, engine: Engine) -> None:
+        """Note that an engine is not connected yet, and that nothing was lost with it."""
+        with self._lock:
+            self._enter(engine, EngineState.LOST)
 
     def given_up(self, death: EngineDeath) -> None:
         """Note that a lost engine is not awaited any longer."""

@@ -85,7 +85,9 @@ class InprocClient(EngineCoreClient):
             raise self._death.exception() from exc
         return messages.get(0) or EngineCoreOutputs()
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, engine_index: int | None = None
+    ) -> Any:
         """Call a method of the core. One that has to wait for running requests takes the steps they need."""
         self._ensure_alive()
         try:
@@ -107,6 +109,9 @@ class InprocClient(EngineCoreClient):
     def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self._refuse_wait(mode)
         super().pause_scheduler(mode, clear_cache)
+
+    def engine_index_of(self, request_id: str) -> int | None:
+        return 0 if request_id in self.engine_core.get_request_ids() else None
 
     def engine_statuses(self) -> list[EngineStatus]:
         state = "ready" if self._death is None else "dead"

@@ -359,12 +359,22 @@ class Lookout:
 
     def welcome(self, engine: Engine, ready: Ready) -> None:
         """Have an engine take requests, as what it says that it is."""
+        self._introduce(engine, ready)
+        engine.link.settle()
+        self._engines.became_ready(engine)
+
+    def remember(self, engine: Engine, ready: Ready, now: float) -> None:
+        """Await an engine that was another client's, on the link it has: it takes requests once it answers there."""
+        self._introduce(engine, ready)
+        engine.is_haunted = True
+        self._lost_at[engine.index] = now
+        self._engines.is_away(engine)
+
+    def _introduce(self, engine: Engine, ready: Ready) -> None:
         engine.use_profile(ready.profile)
         engine.ready = ready.response
-        engine.link.settle()
         responses = [each.ready for each in self._engines if each.ready is not None]
         apply_ready_responses(self._config, responses, max_model_len=self._max_model_len)
-        self._engines.became_ready(engine)
 
     def _is_overdue(self, index: int, now: float) -> bool:
         limit = self._config.engine_return_timeout_s

@@ -37,9 +37,10 @@ from enginewire.errors import (
     UtilityCallError,
 )
 from enginewire.host.executor_source import ExecutorSource, executor_source
-from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager
+from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager, EngineManager
 from enginewire.transport.endpoints import choose_endpoints
 from enginewire.transport.sockets import bind_also, bind_router
+from enginewire.wire.frames import engine_identity
 from enginewire.wire.messages import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,11 @@ class MPClient(EngineCoreClient):
         config: copied; ``self.config`` is completed by what the engines report.
         executor_class: overrides ``config.executor``.
         log_stats: overrides ``config.log_stats``.
-        client_addresses: ``input_address`` and ``output_address`` to bind, when somebody else starts the engines and
-            does the handshake; all engines share them.
+        client_addresses: where to bind, when somebody else starts the engines and does the handshake:
+            ``input_address`` and ``output_address`` for all engines, or ``inputs`` and ``outputs``, lists with one for
+            each of ``config.managed_ranks``. ``engine_manager``, if given, knows of those engines' processes what
+            ``CoreEngineProcManager`` would. ``ready_responses``, by rank, are those of engines that were another
+            client's on these addresses: they are awaited there and say nothing more of themselves.
         client_count: how many frontends share the engines.
         client_index: which of them this is.
 
@@ -76,7 +80,7 @@ class MPClient(EngineCoreClient):
         executor_class: ExecutorChoice = None,
         log_stats: bool | None = None,
         *,
-        client_addresses: Mapping[str, str] | None = None,
+        client_addresses: Mapping[str, Any] | None = None,
         client_count: int = 1,
         client_index: int = 0,
     ) -> None:
@@ -106,7 +110,7 @@ class MPClient(EngineCoreClient):
             self.shutdown(timeout=0)
             raise
 
-    def _start(self, executor_class: ExecutorChoice, client_addresses: Mapping[str, str] | None) -> None:
+    def _start(self, executor_class: ExecutorChoice, client_addresses: Mapping[str, Any] | None) -> None:
         """Bind, launch, shake hands. Whatever fails here is cleaned up by the caller."""
         config, resources = self.config, self.resources
         launches = client_addresses is None and config.starts_engines
@@ -128,13 +132,13 @@ class MPClient(EngineCoreClient):
             if any(not engine.is_ours for engine in self.engines):
                 logger.info("waiting for engines that are started elsewhere, on %s", handshakes[-1])
         else:
-            addresses = client_addresses["input_address"], client_addresses["output_address"]
-            link = Link(resources.context, config, addresses)
-            for index in config.managed_ranks:
-                self.engines.add(Engine(index, link, is_ours=False))
+            self._open_given_links(client_addresses)
         self.inbox.links = tuple(dict.fromkeys(engine.link for engine in self.engines))
         expected = {engine.index: None if reception is None else reception.expected(engine) for engine in self.engines}
         startup = EngineStartup(expected, max_model_len=max_model_len)
+        remembered: Mapping[int, bytes] = (client_addresses or {}).get("ready_responses", {})
+        for index, payload in remembered.items():
+            startup.on_ready_response(engine_identity(index), payload)
         manager = resources.engine_manager
         wait_for_engines(
             startup,
@@ -157,7 +161,26 @@ class MPClient(EngineCoreClient):
             balancer=self._balancer,
         )
         for engine in self.engines:
-            self.lookout.welcome(engine, startup.ready_of(engine.index))
+            ready = startup.ready_of(engine.index)
+            if engine.index in remembered:
+                self.lookout.remember(engine, ready, time.monotonic())
+            else:
+                self.lookout.welcome(engine, ready)
+
+    def _open_given_links(self, client_addresses: Mapping[str, Any]) -> None:
+        """Bind where somebody else has told engines to come."""
+        ranks = self.config.managed_ranks
+        manager: EngineManager | None = client_addresses.get("engine_manager")
+        self.resources.engine_manager = manager
+        if "inputs" in client_addresses:
+            pairs = list(zip(client_addresses["inputs"], client_addresses["outputs"], strict=True))
+        else:
+            pairs = [(client_addresses["input_address"], client_addresses["output_address"])] * len(ranks)
+        links: dict[tuple[str, str], Link] = {}
+        for index, pair in zip(ranks, pairs, strict=True):
+            if pair not in links:
+                links[pair] = Link(self.resources.context, self.config, pair)
+            self.engines.add(Engine(index, links[pair], is_ours=manager is not None and manager.has(index)))
 
     def _bind_handshake(self, endpoints: Sequence[str]) -> list[str]:
         """Bind the handshake socket, which is read for the client's life; return its addresses."""
@@ -304,12 +327,17 @@ class MPClient(EngineCoreClient):
         for request_id, engine in owners.items():
             engine.live.pop(request_id, None)
 
-    def _start_calls(self, method: str, args: Sequence[Any], make_waiter: Callable[[], W]) -> list[Call[W]]:
-        """Call a utility of every engine that is ready (C-33)."""
+    def engine_index_of(self, request_id: str) -> int | None:
+        return next((engine.index for engine in self.engines if request_id in engine.live), None)
+
+    def _start_calls(
+        self, method: str, args: Sequence[Any], make_waiter: Callable[[], W], engine_index: int | None = None
+    ) -> list[Call[W]]:
+        """Call a utility of every engine that is ready (C-33), or of one."""
         self._ensure_open()
-        ready = self.engines.ready
+        ready = [engine for engine in self.engines.ready if engine_index in (None, engine.index)]
         if not ready:
-            raise self._unavailable()
+            raise self._unavailable(self.engines.get(engine_index))
         calls: list[Call[W]] = []
         try:
             for engine in ready:

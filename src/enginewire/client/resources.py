@@ -11,7 +11,7 @@ from collections.abc import Callable
 import zmq
 
 from enginewire.errors import ClientClosedError
-from enginewire.host.manager import CoreEngineProcManager
+from enginewire.host.manager import EngineManager
 from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import make_context
 
@@ -42,7 +42,7 @@ class BackgroundResources:
         # Guards the input socket: a ROUTER may be used by one thread at a time.
         self.send_lock = threading.RLock()
         self.endpoints: Endpoints | None = None
-        self.engine_manager: CoreEngineProcManager | None = None
+        self.engine_manager: EngineManager | None = None
         self.stop_receiver: Callable[[], bool] | None = None
         self.on_closed: Callable[[Callable[[], BaseException]], None] | None = None
         self.closing = False

@@ -123,12 +123,14 @@ class SyncMPClient(MPClient):
             self._turn.release()
         raise self._end()
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, engine_index: int | None = None
+    ) -> Any:
         self._ensure_own_process()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.resources.send_lock:
             calls: list[Call[concurrent.futures.Future[Any]]] = self._start_calls(
-                method, args, concurrent.futures.Future
+                method, args, concurrent.futures.Future, engine_index
             )
         try:
             return combined(calls, [_outcome(call, deadline, timeout) for call in calls])

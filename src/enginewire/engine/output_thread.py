@@ -90,6 +90,10 @@ class OutputThread(threading.Thread):
                         socket.send(item)
                     break
                 client_index, message, method = item
+                if not self._frontends[client_index].is_here and not concerns_somebody(message):
+                    # Statistics count up from message to message, and any frontend will do for them.
+                    here = (index for index in range(self._num_clients) if self._frontends[index].is_here)
+                    client_index = next(here, client_index)
                 frontend = self._frontends[client_index]
                 if frontend.num_losses != num_losses[client_index]:
                     # What waits in the socket is for a frontend that is gone; who comes next starts with a new one.

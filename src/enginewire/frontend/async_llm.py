@@ -152,8 +152,9 @@ class AsyncLLM:
         )
         request = self._outputs.add(prepared, time.monotonic())
         try:
-            for core_request in prepared.requests:
+            for core_request, completion in zip(prepared.requests, request.completions, strict=True):
                 await self._client.add_request_async(core_request)
+                completion.engine_index = self._client.engine_index_of(core_request.request_id)
             self._ensure_handler()
             while True:
                 output = request.take()
@@ -215,6 +216,10 @@ class AsyncLLM:
         """The model's tokenizer. Raises ModelError if there is none."""
         return self._inputs.tokenizer
 
+    def listen(self) -> None:
+        """Receive from the engines from now on, and not only from the first request on: statistics, losses, returns."""
+        self._ensure_handler()
+
     def engine_statuses(self) -> list[EngineStatus]:
         """Return how the engines are, by rank."""
         return self._client.engine_statuses()
@@ -269,7 +274,7 @@ class AsyncLLM:
 
     async def is_engine_paused(self, engine_index: int) -> bool:
         """Whether generation is paused on one of several engines."""
-        return await self._client.is_scheduler_paused_async()
+        return bool(await self._client.call_utility_async("is_scheduler_paused", engine_index=engine_index))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget cached prompt prefixes; ``False`` if running requests hold some and may not be recomputed."""

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineDeath
@@ -36,6 +36,38 @@ LAST_WORDS_S: Final = 1.0
 
 KILLED_S: Final = 10.0
 """How long a killed process may take to disappear; the kernel may be writing its memory out."""
+
+
+class EngineManager(Protocol):
+    """What a client asks of whoever watches the processes of its engines: a manager, or news from one elsewhere."""
+
+    def has(self, engine_index: int) -> bool:
+        """Whether an engine's process is watched here."""
+        ...
+
+    def watch_deaths(self, on_death: Callable[[EngineDeath], None]) -> None:
+        """Have each death reported, from any thread; one that happened already is reported at once."""
+        ...
+
+    def first_death(self) -> EngineDeath | None:
+        """Return the death of an engine that has ended, ``None`` while all live."""
+        ...
+
+    def wait_for_death(self, timeout: float, engine_index: int | None = None) -> EngineDeath | None:
+        """Return the death of an engine, or of any, that has ended or is just ending; ``None`` while it lives."""
+        ...
+
+    def expect_death(self, sign: str, engine_index: int | None = None) -> None:
+        """Have a death reported within a second, even if the process does not end; ``sign`` says why."""
+        ...
+
+    def log_tail(self, engine_index: int) -> tuple[str, ...]:
+        """Return the last lines that an engine printed."""
+        ...
+
+    def shutdown(self, timeout: float) -> None:
+        """Stop the engines, or stop watching those of others. Idempotent."""
+        ...
 
 
 class CoreEngineProcManager:
@@ -99,6 +131,10 @@ class CoreEngineProcManager:
             deaths = [process.death for process in self.processes if process.death is not None]
         for death in deaths:
             on_death(death)
+
+    def has(self, engine_index: int) -> bool:
+        """Whether an engine was started here."""
+        return any(process.engine_index == engine_index for process in self.processes)
 
     def first_death(self) -> EngineDeath | None:
         """Return the death of an engine that has ended, ``None`` while all live."""

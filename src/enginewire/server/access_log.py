@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final
@@ -17,6 +19,16 @@ current_request_id: Final[ContextVar[str | None]] = ContextVar("enginewire_reque
 """Set while a request is served, so that whatever is logged then, also by the frontend, carries it."""
 
 _BARE: Final = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
+
+
+def set_up_logging(level: int | str, fields: Mapping[str, object] | None = None) -> None:
+    """Have everything logged in logfmt on stderr, with these fields in every line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogfmtFormatter(fields))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # we say ourselves when we start and stop
 
 
 def log_access(request: Request, status: int | None, seconds: float, *, is_quiet: bool) -> None:
@@ -42,7 +54,15 @@ def quoted(value: object) -> str:
 
 
 class LogfmtFormatter(logging.Formatter):
-    """``ts=… level=… logger=… request_id=…`` and the message: in quotes, or as it is when it is fields already."""
+    """``ts=… level=… logger=… request_id=…`` and the message: in quotes, or as it is when it is fields already.
+
+    Args:
+        fields: further ones that every line has.
+    """
+
+    def __init__(self, fields: Mapping[str, object] | None = None) -> None:
+        super().__init__()
+        self._fields = fields or {}
 
     def format(self, record: logging.LogRecord) -> str:
         """Write one line."""
@@ -50,6 +70,7 @@ class LogfmtFormatter(logging.Formatter):
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
+            **self._fields,
         }
         if (request_id := current_request_id.get()) is not None:
             fields["request_id"] = request_id

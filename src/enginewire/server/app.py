@@ -21,7 +21,7 @@ from enginewire.errors import EngineClientError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server import admin, status, tokenization
 from enginewire.server.access_log import current_request_id, log_access
-from enginewire.server.context import Context, Endpoint
+from enginewire.server.context import Context, Endpoint, Siblings
 from enginewire.server.errors import (
     CLIENT_CLOSED_REQUEST,
     ClientGoneError,
@@ -56,13 +56,17 @@ UNKNOWN_PATH: Final = "unknown"
 """The endpoint of paths that do not exist, in metrics: a path is the client's choice."""
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings) -> App:
-    """Make the server for an ``AsyncLLM``, which stays the caller's to shut down."""
+def build_app(llm: AsyncLLM, settings: ServerSettings, siblings: Siblings | None = None) -> App:
+    """Make the server for an ``AsyncLLM``, which stays the caller's to shut down.
+
+    Args:
+        siblings: the server's other processes over the same engines.
+    """
     endpoints = [*completions.ENDPOINTS, *chat.ENDPOINTS, *models.ENDPOINTS, *tokenization.ENDPOINTS]
     endpoints += status.ENDPOINTS
     if settings.admin:
         endpoints += admin.ENDPOINTS
-    return App(Context.create(llm, settings), endpoints)
+    return App(Context.create(llm, settings, siblings), endpoints)
 
 
 class App:
@@ -95,7 +99,8 @@ class App:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Do what goes on beside requests: watch the engine. ASGI servers with a lifespan do this by themselves."""
+        """Do what goes on beside requests: watch the engines. ASGI servers with a lifespan do this by themselves."""
+        self.context.llm.listen()
         watcher = asyncio.create_task(self.context.monitor.watch(), name="enginewire-engine-watch")
         try:
             yield

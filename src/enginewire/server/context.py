@@ -40,7 +40,8 @@ class Context:
     @classmethod
     def create(cls, llm: AsyncLLM, settings: ServerSettings, siblings: Siblings | None = None) -> Context:
         """Make the parts of a server for ``llm``."""
-        admission = Admission(llm.config.max_num_seqs * len(llm.config.managed_ranks) + settings.max_queue)
+        limit = llm.config.max_num_seqs * len(llm.config.managed_ranks) + settings.max_queue
+        admission = Admission(-(-limit // settings.api_server_count))  # each process has its share of the places
         state = ServerState.of(llm.config, settings.model_name)
         monitor = EngineMonitor(llm, state, settings.stall_timeout_s)
         generation = Generation(llm, admission, monitor)

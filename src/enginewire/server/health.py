@@ -65,6 +65,7 @@ class EngineMonitor:
         self._stall_timeout_s = stall_timeout_s
         self._engines: dict[int, _Engine] = {}
         self._is_draining = False
+        self._has_engine = True
         self._died = asyncio.Event()
         self.look()
         llm.stat_logger = self
@@ -128,23 +129,22 @@ class EngineMonitor:
             if engine is None:
                 engine = self._engines[status.index] = _Engine(status, now, now)
             elif engine.status.state != status.state or engine.status.num_deaths != status.num_deaths:
-                self._changed(engine, status, now)
+                self._changed(engine, now)
             engine.status = status
             if not status.num_in_flight:
                 engine.last_progress = now
             self._publish(engine, now)
         if self.first_death() is not None:
             self._died.set()
+        had_engine, self._has_engine = self._has_engine, not self.are_all_dead()
+        if had_engine and not self._has_engine:  # of every other loss the client has told the log
+            causes = (self._describe(index, Health.DEAD, now) for index in self._engines)
+            logger.error("no engine is left: %s", "; ".join(causes))
 
-    def _changed(self, engine: _Engine, status: EngineStatus, now: float) -> None:
-        """Tell the log, and begin anew with an engine that is another one now."""
-        engine.is_paused = engine.is_asleep = False
+    def _changed(self, engine: _Engine, now: float) -> None:
+        """Begin anew with an engine that is another one now, or is gone. The client has told the log."""
+        engine.is_paused = engine.is_asleep = engine.has_complained = False
         engine.last_answer = engine.last_progress = now
-        cause = None if status.death is None else status.death.cause
-        if status.state in GONE and cause is not None:
-            logger.error("engine=%d is %s cause=%r", status.index, status.state, cause)
-        else:
-            logger.info("engine=%d is %s", status.index, status.state)
 
     def _answering(self) -> list[tuple[int, _Engine]]:
         """Return the engines that can be asked something."""

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Final, NoReturn
 
 import uvicorn
@@ -21,6 +21,7 @@ from enginewire.config import EngineConfig
 from enginewire.errors import ConfigError, EngineDeadError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.app import App, build_app
+from enginewire.server.context import Siblings
 from enginewire.server.errors import UnavailableError, http_error
 from enginewire.server.http import ASGIApp, Receive, ResponseSender, Scope, Send, json_response
 from enginewire.server.settings import ServerSettings
@@ -40,8 +41,11 @@ SIGNALLED: Final = 128
 """Plus the signal's number is the exit status after a signal that did not wait, as shells report it."""
 
 
+LLMMaker = Callable[[], Awaitable[AsyncLLM]]
+
+
 async def serve(config: EngineConfig, settings: ServerSettings, on_ready: Callable[[str], None]) -> int:
-    """Run the server until a signal or the engine's death ends it; return the exit status.
+    """Run the server until a signal or an engine's death ends it; return the exit status.
 
     Args:
         config: the engine's.
@@ -52,40 +56,69 @@ async def serve(config: EngineConfig, settings: ServerSettings, on_ready: Callab
         ConfigError: the address cannot be had.
         EngineClientError: the engine cannot be started.
     """
-    with _listen(settings) as listener, _stop_signals() as stopped:
-        gate = _Gate()
-        server = _Uvicorn(_uvicorn_config(gate))
-        serving = asyncio.create_task(server.serve(sockets=[listener]), name="enginewire-http")
-        try:
-            return await _serve_engine(config, settings, gate, stopped, lambda: on_ready(_url(settings, listener)))
-        finally:
-            server.should_exit = True
-            await serving
+    with _listen(settings) as listener, stop_signals() as stopped:
+        url = _url(settings, listener)
+        if settings.api_server_count > 1:
+            from enginewire.server.launcher import launch
+
+            return await launch(config, settings, listener, stopped, lambda: on_ready(url))
+
+        async def make_llm() -> AsyncLLM:
+            return await AsyncLLM.create(config=config, tokenizer=settings.tokenizer)
+
+        return await serve_on(listener, make_llm, settings, stopped, lambda app: on_ready(url))
 
 
-async def _serve_engine(
-    config: EngineConfig, settings: ServerSettings, gate: _Gate, stopped: asyncio.Event, on_ready: Callable[[], None]
+async def serve_on(
+    listener: socket.socket,
+    make_llm: LLMMaker,
+    settings: ServerSettings,
+    stopped: asyncio.Event,
+    on_ready: Callable[[App], None],
+    siblings: Siblings | None = None,
+    *,
+    is_successor: bool = False,
 ) -> int:
-    starting = asyncio.create_task(_start_engine(config, settings.tokenizer), name="enginewire-start")
-    if not await _first(starting, stopped.wait()):
-        logger.info("told to stop while the engine starts; a second signal does not wait for it")
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        return 0
-    llm = starting.result()
-    try:
-        app = gate.app = build_app(llm, settings)
-        async with app.running():
-            gc.collect()
-            gc.freeze()  # what is there now stays: a collection need not walk it again
-            on_ready()
-            return await _until_stopped(app, settings, stopped)
-    finally:
-        await asyncio.to_thread(llm.shutdown)
+    """Serve on a socket until told to stop; return the exit status.
+
+    Args:
+        listener: may be shared with other processes.
+        make_llm: makes the frontend, which is shut down at the end. Meanwhile requests are told that it starts.
+        settings: the server's.
+        stopped: is set when it is to stop.
+        on_ready: is called once requests are served.
+        siblings: the other processes.
+        is_successor: leave all requests to the other processes until this one can serve them.
+
+    Raises:
+        EngineClientError: the engines cannot be started, or one is dead and the settings say to leave then.
+    """
+    gate = _Gate()
+    async with contextlib.AsyncExitStack() as stack:
+        if not is_successor:
+            await stack.enter_async_context(_answering(gate, listener))
+        starting = asyncio.create_task(_start(make_llm), name="enginewire-start")
+        if not await first(starting, stopped.wait()):
+            logger.info("told to stop while the engine starts; a second signal does not wait for it")
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        llm = starting.result()
+        try:
+            app = gate.app = build_app(llm, settings, siblings)
+            async with app.running():
+                gc.collect()
+                gc.freeze()  # what is there now stays: a collection need not walk it again
+                if is_successor:
+                    await stack.enter_async_context(_answering(gate, listener))
+                on_ready(app)
+                return await _until_stopped(app, settings, stopped)
+        finally:
+            await asyncio.to_thread(llm.shutdown)
 
 
-async def _start_engine(config: EngineConfig, tokenizer: str | None) -> AsyncLLM:
-    llm = await AsyncLLM.create(config=config, tokenizer=tokenizer)
+async def _start(make_llm: LLMMaker) -> AsyncLLM:
+    llm = await make_llm()
     try:
         await asyncio.to_thread(lambda: llm.tokenizer)  # the first request should not wait for it
     except BaseException:
@@ -98,7 +131,7 @@ async def _until_stopped(app: App, settings: ServerSettings, stopped: asyncio.Ev
     context = app.context
     if settings.exit_on_engine_death:
         died = asyncio.create_task(context.monitor.wait_died(), name="enginewire-death-watch")
-        if await _first(died, stopped.wait()):
+        if await first(died, stopped.wait()):
             # What ran there hears of it; other engines finish what they have.
             reason = UnavailableError("an engine is dead and the server leaves", "engine_dead")
             await _drain(app, FLUSH_S if context.monitor.are_all_dead() else settings.shutdown_timeout_s, reason)
@@ -116,13 +149,13 @@ async def _drain(app: App, timeout_s: float, reason: UnavailableError) -> None:
     logger.info("draining num_in_flight=%d timeout_s=%g", context.admission.num_in_flight, timeout_s)
     context.monitor.draining()
     context.admission.close(reason)
-    if not await _within(timeout_s, context.admission.wait_idle()):
+    if not await within(timeout_s, context.admission.wait_idle()):
         logger.warning("aborting what is left num_in_flight=%d", context.admission.num_in_flight)
         await context.generation.abort_all()
-        await _within(FLUSH_S, context.admission.wait_idle())
+        await within(FLUSH_S, context.admission.wait_idle())
 
 
-async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, object]) -> bool:
+async def first(task: asyncio.Task[Any], other: Coroutine[Any, Any, object]) -> bool:
     """Wait for one of the two; return whether it was ``task``. ``other`` is cancelled."""
     alternative = asyncio.create_task(other)
     try:
@@ -132,7 +165,7 @@ async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, object]) ->
     return task.done()
 
 
-async def _within(timeout_s: float, work: Awaitable[object]) -> bool:
+async def within(timeout_s: float, work: Awaitable[object]) -> bool:
     """Wait for ``work``; return whether it came to its end in time."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -140,6 +173,18 @@ async def _within(timeout_s: float, work: Awaitable[object]) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+@contextlib.asynccontextmanager
+async def _answering(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Have requests that come on a socket answered."""
+    server = _Uvicorn(_uvicorn_config(app))
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="enginewire-http")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
 
 
 class _Gate:
@@ -204,7 +249,7 @@ def _url(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
+def stop_signals() -> Iterator[asyncio.Event]:
     """Set the event at the first SIGTERM or SIGINT; end the process at the second."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()

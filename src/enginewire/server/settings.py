@@ -11,6 +11,14 @@ from enginewire.errors import ConfigError
 
 DEFAULT_PORT: Final = 8000
 
+LOWEST: Final = {
+    "api_server_count": 1,
+    "max_queue": 0,
+    "max_body_bytes": 1,
+    "shutdown_timeout_s": 0,
+    "stall_timeout_s": 0,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -23,7 +31,8 @@ class ServerSettings:
         tokenizer: the model to take tokenizer and chat template from; ``None``: the one that is served.
         api_keys: if there are any, requests need one of them.
         admin: whether the endpoints that stop, change and look into the engine exist.
-        max_queue: completions that may wait beyond those that the engine runs at once; more are refused with 429.
+        api_server_count: processes that serve side by side; more than one for more than a few thousand tokens a second.
+        max_queue: completions that may wait beyond those that the engines run at once; more are refused with 429.
         max_body_bytes: larger requests are refused with 413.
         shutdown_timeout_s: how long running requests may go on after SIGTERM.
         stall_timeout_s: after so long without a sign of life or of progress from a busy engine, it counts as not ready.
@@ -36,6 +45,7 @@ class ServerSettings:
     tokenizer: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin: bool = False
+    api_server_count: int = 1
     max_queue: int = 1024
     max_body_bytes: int = 8 << 20
     shutdown_timeout_s: float = 30.0
@@ -51,7 +61,7 @@ class ServerSettings:
             raise ConfigError("host must not be empty; to listen on every address, say 0.0.0.0")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
-        for name, low in (("max_queue", 0), ("max_body_bytes", 1), ("shutdown_timeout_s", 0), ("stall_timeout_s", 0)):
+        for name, low in LOWEST.items():
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.admin and not self.api_keys and not is_loopback(self.host):

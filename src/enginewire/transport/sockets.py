@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket as stdlib_socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -12,6 +10,7 @@ from typing import Final
 import zmq
 
 from enginewire.transport.endpoints import is_ipv6
+from enginewire.transport.listeners import endpoint_of
 from enginewire.wire.frames import Buffer
 
 LARGE_BUFFER_BYTES = 512 << 20
@@ -26,7 +25,7 @@ MAX_TTL_MS = 6_553_599
 """What fits into a heartbeat's 16 bits, in tenths of a second."""
 
 LISTENER_SCHEME = "fd://"
-"""``fd://4``: a unix socket that somebody else has bound, listens already, and was handed to this process."""
+"""``fd://4``: a socket that listens already and was handed to this process."""
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -114,6 +113,10 @@ def inproc_pair(context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> zmq.Socket[bytes]:
     try:
+        if endpoint.startswith(LISTENER_SCHEME):
+            descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
+            socket.setsockopt(zmq.USE_FD, descriptor)
+            endpoint = endpoint_of(descriptor)
         _set_common_options(socket, endpoint, max_frame_bytes)
         socket.connect(endpoint)
     except zmq.ZMQError as exc:
@@ -190,6 +193,10 @@ def _prepare_and_bind(
     socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int, heartbeat_s: tuple[float, float]
 ) -> str:
     try:
+        if endpoint.startswith(LISTENER_SCHEME):
+            descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
+            socket.setsockopt(zmq.USE_FD, descriptor)
+            endpoint = endpoint_of(descriptor)
         _set_common_options(socket, endpoint, max_frame_bytes)
         if endpoint.startswith("tcp://"):
             interval_ms, timeout_ms = (max(1, round(seconds * 1000)) for seconds in heartbeat_s)
@@ -205,14 +212,7 @@ def _prepare_and_bind(
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     try:
-        if endpoint.startswith(LISTENER_SCHEME):
-            descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
-            with stdlib_socket.socket(fileno=os.dup(descriptor)) as listener:
-                address = listener.getsockname()
-            socket.setsockopt(zmq.USE_FD, descriptor)
-            socket.bind(f"ipc://{address}")
-        else:
-            socket.bind(endpoint)
+        socket.bind(endpoint)
     except zmq.ZMQError as exc:
         raise OSError(exc.errno, f"cannot bind {endpoint}: {exc.strerror}") from exc
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -25,7 +25,7 @@ C_03 = {
 }  # fmt: skip
 """Every operation with a blocking and an awaited form."""
 
-WITHOUT_TWIN = {"dp_engines_running", "engine_statuses", "scale_elastic_ep", "shutdown"}
+WITHOUT_TWIN = {"engine_index_of", "dp_engines_running", "engine_statuses", "scale_elastic_ep", "shutdown"}
 
 PRIMITIVES = {"add_request", "abort_requests", "get_output", "call_utility"}
 """Those that a face implements; all others are utility calls."""
