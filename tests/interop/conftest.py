@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from environments import VERSIONS, Environment, ensure, interop_folder
-from processes import ENGINE_FLAGS, Runner
+from processes import ENGINE_FLAGS, Runner, expect_ready
 from texts import Texts, greedy_texts
 
 HERE = Path(__file__).parent
@@ -48,5 +48,5 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 def vllm_texts(vllm: Environment, runner: Runner) -> Texts:
     """What vLLM's own server answers greedily, on the engine settings that we use."""
     with runner.vllm_server(vllm, *ENGINE_FLAGS) as (server, url):
-        server.expect_ready(f"{url}/health")
+        expect_ready(f"{url}/health", server)
         return greedy_texts(url, str(vllm.model))

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx
-from processes import Running
-
-from enginewire.testing import wait_until
+from processes import Running, poll_until
 
 SETTLE_S = 30.0
 """How long a state that should come may take on a busy machine."""
@@ -43,7 +41,7 @@ class Deployment:
 
     def expect_running(self, count: int, timeout_s: float = SETTLE_S) -> None:
         """Wait until the engine says that it runs so many requests."""
-        wait_until(lambda: self.num_running() == count, timeout_s, f"{count} running requests")
+        poll_until(lambda: self.num_running() == count, timeout_s, f"{count} running requests")
 
     def post(self, path: str, body: object = None) -> httpx.Response:
         """POST and expect a 200."""

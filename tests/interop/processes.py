@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import httpx
 import psutil
 from environments import Environment
 
-from enginewire.testing import free_tcp_port, wait_until
+from enginewire.testing import free_tcp_port
 
 START_S = 300.0
 """From launch to ready: a vLLM engine takes a minute, and two at once on two busy cores take three."""
 
 STOP_S = 30.0
+POLL_S = 0.25
 LOG_TAIL = 4000
 
 VLLM_ENV = {
@@ -49,29 +51,16 @@ class Running:
 
     def expect(self, text: str, timeout_s: float = START_S) -> None:
         """Wait until it has printed ``text``; fail at once when it has ended."""
-        wait_until(lambda: text in self.log or self._ended(text), timeout_s, f"{text!r} in {self._described()}")
-
-    def expect_ready(self, url: str, timeout_s: float = START_S) -> None:
-        """Wait until GET ``url`` answers 200; fail at once when the process has ended."""
-        wait_until(lambda: _answers(url) or self._ended(url), timeout_s, f"an answer at {url} by {self._described()}")
+        poll_until(lambda: text in self.log, timeout_s, f"{text!r} in {self.log_path.name}", self)
 
     def children(self, word: str) -> list[psutil.Process]:
         """Return the processes below it whose name or command line has ``word``."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in family if word in child.name() or word in " ".join(child.cmdline())]
-
-    def _ended(self, waited_for: str) -> bool:
-        if self.process.poll() is not None and waited_for not in self.log:
-            raise AssertionError(f"{self._described()} ended with status {self.process.returncode}:\n{self.tail}")
-        return False
+        return [child for child in _family(self.process.pid) if word in _title(child)]
 
     @property
     def tail(self) -> str:
         """The end of its log."""
         return self.log[-LOG_TAIL:]
-
-    def _described(self) -> str:
-        return f"{self.log_path.name}"
 
     def stop(self) -> None:
         """End it and all that it started: asked first, killed at the end."""
@@ -105,11 +94,36 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _answers(url: str) -> bool:
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join([process.name(), *process.cmdline()])
+    except psutil.NoSuchProcess:  # a zombie has no command line
+        return ""
+
+
+def answers(url: str) -> bool:
+    """Tell whether GET ``url`` answers 200."""
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def poll_until(predicate: Callable[[], object], timeout_s: float, what: str, *processes: Running) -> None:
+    """Wait for what takes seconds, without taking a processor from it; fail at once when a process has ended."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        for running in processes:
+            if running.process.poll() is not None and not predicate():
+                status = running.process.returncode
+                raise AssertionError(f"{running.log_path.name} ended with status {status}:\n{running.tail}")
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(POLL_S)
+
+
+def expect_ready(url: str, *processes: Running, timeout_s: float = START_S) -> None:
+    """Wait until GET ``url`` answers 200; fail at once when one of the processes that should see to it has ended."""
+    poll_until(lambda: answers(url), timeout_s, f"200 at {url}", *processes)
 
 
 class Runner:
@@ -161,11 +175,13 @@ class Runner:
             yield running, f"http://127.0.0.1:{port}"
 
     @contextlib.contextmanager
-    def serve(self, model: str | Path, *args: str) -> Iterator[tuple[Running, str]]:
+    def serve(
+        self, model: str | Path, *args: str, env: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[Running, str]]:
         """Run ``enginewire serve MODEL ARGS`` and yield it with its URL, at once."""
         port = free_tcp_port()
         command = [sys.executable, "-m", "enginewire", "serve", model, "--port", str(port), "--admin", *args]
-        with self.run("enginewire-serve", command) as running:
+        with self.run("enginewire-serve", command, env) as running:
             yield running, f"http://127.0.0.1:{port}"
 
     def headless(self, model: str, port: int, *args: str) -> contextlib.AbstractContextManager[Running]:

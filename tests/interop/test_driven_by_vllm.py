@@ -10,10 +10,10 @@ import openai
 import pytest
 from deployment import SETTLE_S, Deployment
 from environments import HERE, Environment
-from processes import VLLM_ENV, Runner
+from processes import VLLM_ENV, Runner, expect_ready, poll_until
 from texts import sdk
 
-from enginewire.testing import free_tcp_port, wait_until
+from enginewire.testing import free_tcp_port
 
 pytestmark = pytest.mark.core
 
@@ -34,7 +34,7 @@ def served(vllm: Environment, runner: Runner) -> Iterator[Deployment]:
         runner.headless("smollm2-135m", port) as engine,
         runner.vllm_server(vllm, *api_only(port)) as (server, url),
     ):
-        server.expect_ready(f"{url}/health")
+        expect_ready(f"{url}/health", server, engine)
         yield Deployment(url, str(vllm.model), server, engine)
 
 
@@ -144,6 +144,6 @@ def offline_results(vllm: Environment, runner: Runner, model: str, *args: str) -
         command = [vllm.python, HERE / "offline_vllm.py", vllm.model, str(port)]
         with runner.run(f"vllm-{vllm.version}-offline", command, VLLM_ENV) as offline:
             offline.expect("RESULTS ")
-            wait_until(lambda: offline.process.poll() is not None, SETTLE_S, "its exit")
+            poll_until(lambda: offline.process.poll() is not None, SETTLE_S, "its exit")
     line = next(line for line in offline.log.splitlines() if line.startswith("RESULTS "))
     return dict(json.loads(line.removeprefix("RESULTS ")))

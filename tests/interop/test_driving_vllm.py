@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -12,7 +13,7 @@ import openai
 import pytest
 from deployment import Deployment
 from environments import Environment
-from processes import Runner
+from processes import Runner, expect_ready, poll_until
 from texts import Texts, greedy_texts, sdk
 
 from enginewire.testing import free_tcp_port
@@ -28,24 +29,39 @@ SCHEMA = {
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
+class DrivenVLLM(Deployment):
+    """Our server and one vLLM engine, each of which can be started again on the same port."""
+
+    def __init__(self, vllm: Environment, runner: Runner, stack: contextlib.ExitStack) -> None:
+        self.model = vllm.model.name
+        self._vllm, self._runner, self._stack = vllm, runner, stack
+        self._port = free_tcp_port()
+        self.start_server()  # it comes first here, and the order does not matter
+        self.start_engine()
+
+    def start_server(self, *args: str) -> None:
+        """Start our server, for an engine elsewhere."""
+        where = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self._port)]
+        serving = self._runner.serve(self._vllm.model, "--data-parallel-size-local", "0", *where, *args)
+        self.server, self.url = self._stack.enter_context(serving)
+
+    def start_engine(self) -> None:
+        """Start the engine and wait until the server has it."""
+        engine = self._runner.headless_vllm(self._vllm, self._port, "--max-logprobs", "100")
+        self.engine = self._stack.enter_context(engine)
+        expect_ready(f"{self.url}/ready", self.server, self.engine)
+
+    def kill_engine(self) -> None:
+        """SIGKILL the engine's process; its launcher ends by itself, with status 0."""
+        (process,) = self.engine.children("EngineCore")
+        process.kill()
+
+
 @pytest.fixture(scope="module")
-def served(vllm: Environment, vllm_texts: Texts, runner: Runner) -> Iterator[Deployment]:
-    """Our server and one engine; the server comes first, and the order does not matter."""
-    port = free_tcp_port()
-    remote = [
-        "--data-parallel-size-local",
-        "0",
-        "--data-parallel-address",
-        "127.0.0.1",
-        "--data-parallel-rpc-port",
-        str(port),
-    ]
-    with (
-        runner.serve(vllm.model, *remote) as (server, url),
-        runner.headless_vllm(vllm, port, "--max-logprobs", "100") as engine,
-    ):
-        server.expect_ready(f"{url}/ready")
-        yield Deployment(url, vllm.model.name, server, engine)
+def served(vllm: Environment, vllm_texts: Texts, runner: Runner) -> Iterator[DrivenVLLM]:
+    """Our server and one engine."""
+    with contextlib.ExitStack() as stack:
+        yield DrivenVLLM(vllm, runner, stack)
 
 
 @pytest.fixture
@@ -284,3 +300,40 @@ def test_prompts_that_are_too_long_are_refused_before_they_are_sent(served: Depl
     """A reference engine does not check them (defect 8)."""
     with pytest.raises(openai.BadRequestError, match="1024"):
         client.completions.create(model=served.model, prompt=[5] * 1024, max_tokens=4)
+
+
+# What follows kills, in this order.
+
+
+def test_sigkill_of_the_engine_fails_what_runs_within_two_seconds(served: DrivenVLLM) -> None:
+    """Its launcher says nothing and exits with status 0; the kernel closes the connections, and that is seen."""
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(served.streaming(max_tokens=1000)) for _ in range(3)]
+        served.expect_running(3)
+        begin = time.monotonic()
+        served.kill_engine()
+        ends = [[line for line in lines if line][-1] for lines in streams]
+        took = time.monotonic() - begin
+        poll_until(lambda: httpx.get(f"{served.url}/ready").status_code == 503, 2, "/ready 503")
+    for end in ends:
+        error = json.loads(end.removeprefix("data: "))["error"]
+        assert error["code"] == "engine_lost"
+        assert "engine 0" in error["message"]
+    assert took < 2
+    assert httpx.get(f"{served.url}/health").status_code == 200  # its return is awaited
+    refused = httpx.post(f"{served.url}/v1/completions", json={"model": served.model, "prompt": "x"})
+    assert refused.status_code == 503
+
+
+@pytest.fixture(scope="module")
+def engine_restarted(served: DrivenVLLM) -> None:
+    """A new engine, where one was killed."""
+    served.start_engine()
+
+
+@pytest.mark.usefixtures("engine_restarted")
+def test_a_restarted_engine_brings_service_back(served: DrivenVLLM, vllm_texts: Texts) -> None:
+    """By a new HELLO; our server is not restarted, and its texts are the same as before."""
+    assert served.server.process.poll() is None
+    assert greedy_texts(served.url, served.model) == vllm_texts
+    assert served.num_running() == 0
