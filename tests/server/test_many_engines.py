@@ -76,7 +76,7 @@ async def send_mixed(served: Served, count: int, at_once: int, max_tokens: int) 
             elif kind == 3:
                 await streamed(client, body | {"stream": True, "stream_options": {"include_usage": True}})
             else:
-                await abandoned(client, body | {"stream": True, "max_tokens": 100_000})
+                await abandoned(client, body | {"stream": True, "max_tokens": 100_000, "ignore_eos": True})
 
     async def plain(client: httpx.AsyncClient, body: dict[str, object]) -> None:
         response = await client.post("/v1/completions", json=body)

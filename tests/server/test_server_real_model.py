@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import httpx
 import openai
 import pytest
 from serving import Served, serve, wait_until
+from test_many_engines import burst, check_counters, complete, per_engine, send_mixed
 
 from enginewire import LLM, RequestOutput, SamplingParams
 
@@ -148,3 +150,26 @@ def test_another_models_tokenizer_can_be_used() -> None:
         made = httpx.post(f"{served.url}/v1/completions", json=body).json()
     assert made["choices"][0]["text"] == "The capital of France"
     assert len(made["choices"][0]["prompt_token_ids"]) == 4
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_engines", "num_mixed"), [(2, 1000), (4, 300)])
+def test_a_burst_splits_evenly_over_several_engines_and_all_of_a_mixture_completes(
+    num_engines: int, num_mixed: int
+) -> None:
+    """Issue 5: the same text from whichever engine; their counts agree with what was sent."""
+    with serve("smollm2-135m", "--data-parallel-size", str(num_engines)) as served:
+        answers = asyncio.run(burst(served, 20, prompt=PROMPTS[0], max_tokens=8, ignore_eos=True))
+        assert [answer.status_code for answer in answers] == [200] * 20
+        counts = per_engine(served, "vllm:request_success_total", finished_reason="length")
+        assert (len(counts), sum(counts)) == (num_engines, 20)
+        assert max(counts) - min(counts) <= 1, counts
+        alone = [
+            complete(served, rank=rank, prompt=PROMPTS[0], max_tokens=8, temperature=0).json()["choices"][0]["text"]
+            for rank in range(num_engines)
+        ]
+        assert len(set(alone)) == 1
+    with serve("smollm2-135m", "--data-parallel-size", str(num_engines)) as served:
+        sent = asyncio.run(send_mixed(served, num_mixed, at_once=64, max_tokens=12))
+        assert sent.reasons.total() == num_mixed * 6 // 5
+        check_counters(served, sent, num_engines)
