@@ -157,6 +157,8 @@ class Scheduler:
 
     def take_synthetic(self) -> dict[int, EngineCoreOutputs]:
         """Hand over the outputs that no step made, per client."""
+        if not self._synthetic:  # asked in every step, and nearly always so
+            return {}
         synthetic, self._synthetic = self._synthetic, {}
         return {client_index: synthetic_outputs(outputs) for client_index, outputs in synthetic.items()}
 
@@ -166,6 +168,8 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether :meth:`schedule` has anything to say."""
+        if self._running and self.pause_state is PauseState.UNPAUSED:
+            return True
         return bool(self._aborts) or self._report_due or self.has_steps()
 
     def has_steps(self) -> bool:
