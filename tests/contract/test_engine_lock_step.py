@@ -121,6 +121,7 @@ def test_a_request_of_an_old_wave_wakes_the_others_through_the_coordinator(pair:
 def test_whoever_is_excluded_starts_by_itself(pair: Deployment, exclude: object) -> None:
     """J.4, defect 9: the excluded rank as a number, as the identity that vLLM's frontends send, or nobody."""
     pair.ranks[0].add("a", [1], max_tokens=40)
+    pair.coordinator.wait_start(0, engine_index=0)  # or the wave might be over before the request is there
     pair.coordinator.start_wave(0, exclude)
     pair.ranks[0].wait_finished("a")
     pair.coordinator.wait_complete(0)
@@ -236,6 +237,22 @@ def test_a_rank_that_is_killed_takes_the_group_along_with_the_reason() -> None:
         assert note is not None
         assert "rank 1 is gone" in note.cause
         assert first.engine.wait_exit() == 1
+    finally:
+        deployment.close()
+
+
+def test_ranks_at_rest_do_not_outlive_one_another() -> None:
+    """One that is left could not be joined by the other's successor."""
+    deployment = Deployment(config())
+    try:
+        first, second = deployment.ranks
+        assert first.engine is not None
+        assert second.engine is not None
+        first.engine.process.kill()
+        second.wait_death_marker()
+        note = second.engine.death_note()
+        assert note is not None
+        assert note.cause == "RankLost: rank 0 is gone: it closed the connection"
     finally:
         deployment.close()
 

@@ -79,6 +79,24 @@ def test_a_rank_that_leaves_is_noticed_by_those_that_wait(
         threads.submit(groups[0].agree).result(TIMEOUT_S)
 
 
+def test_a_rank_at_rest_is_told_that_another_is_gone(threads: ThreadPoolExecutor, groups: list[RankGroup]) -> None:
+    told: Future[RankLost] = Future()
+    groups[0].watch(told.set_result)
+    assert all_agree(threads, groups, *[(True, False)] * len(groups)) == {Agreement(True, False)}
+    assert not told.done()
+    groups.pop().close()
+    assert str(told.result(TIMEOUT_S)).startswith(f"rank {len(groups)} is gone")
+
+
+def test_a_watch_ends_with_its_group(groups: list[RankGroup]) -> None:
+    told: list[RankLost] = []
+    for group in groups:
+        group.watch(told.append)
+    groups[-1].close()
+    assert [each for each in told if "rank 0" in str(each)] == [], "nobody else has left"
+    groups[-1].close()
+
+
 def test_waiting_can_be_given_up(threads: ThreadPoolExecutor, groups: list[RankGroup]) -> None:
     enough = threading.Event()
     waiting: Future[Any] = threads.submit(groups[0].agree, give_up=enough.is_set)

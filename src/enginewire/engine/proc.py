@@ -181,6 +181,8 @@ class EngineCoreProc:
             logger.info("waiting for the other engines")
             while not self._input.all_listen.wait(SIGNAL_CHECK_S):
                 pass  # the handler of a signal has run, if there was one
+        if group is not None:
+            group.watch(loop.thread_failed)
         self._loop = loop
 
     def run_busy_loop(self) -> None:

@@ -10,6 +10,7 @@ import logging
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -93,6 +94,8 @@ class RankGroup:
         self.size = size
         self._peers: dict[int, socket.socket] = {}
         """Of rank 0: all others; of the others: rank 0."""
+        self._watcher: threading.Thread | None = None
+        self._end_watch, self._watch_ended = socket.socketpair()
         deadline = time.monotonic() + timeout_s
         try:
             if rank == 0:
@@ -137,10 +140,29 @@ class RankGroup:
                 self._send(rank, result)
         return Agreement(bool(result & HAS_WORK), bool(result & PAUSES))
 
+    def watch(self, on_lost: Callable[[RankLost], None]) -> None:
+        """Have ``on_lost`` called, in a thread, when a peer is gone, so that a rank at rest does not outlive it."""
+        if hasattr(select, "POLLRDHUP"):  # Linux; elsewhere it is noticed when the ranks meet next
+            self._watcher = threading.Thread(target=self._watch, args=(on_lost,), name="rank-watch", daemon=True)
+            self._watcher.start()
+
+    def _watch(self, on_lost: Callable[[RankLost], None]) -> None:
+        ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        poll = select.poll()
+        poll.register(self._watch_ended, select.POLLIN)
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLRDHUP)
+        (descriptor, _), *_ = poll.poll()  # the end of the watch comes first, if both have
+        if descriptor in ranks:
+            on_lost(RankLost(f"rank {ranks[descriptor]} is gone: it closed the connection"))
+
     def close(self) -> None:
         """Leave. The others notice. Idempotent."""
-        for peer in self._peers.values():
-            peer.close()
+        self._end_watch.close()
+        if self._watcher is not None:
+            self._watcher.join()
+        for open_socket in (self._watch_ended, *self._peers.values()):
+            open_socket.close()
 
     def _send(self, rank: int, value: int) -> None:
         try:
