@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from enginewire.testing import free_tcp_port
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -38,6 +40,13 @@ def test_chat() -> None:
 def test_own_engine() -> None:
     """Errors that users will meet: an executor class that lives in a script."""
     assert run("own_engine.py").splitlines() == ["abcdefghijklmnopqrstu", "0123456789:;<=>?@ABCD", "ABCDEFGHIJKLMNOP"]
+
+
+def test_engines_elsewhere() -> None:
+    printed = run("engines_elsewhere.py", str(free_tcp_port()))
+    assert printed.count("Engine 0 of 2: waiting for a frontend at tcp://127.0.0.1:") == 1
+    for i in range(4):
+        assert f"prompt {i}  → prompt {i} " in printed
 
 
 def test_every_example_is_run() -> None:
