@@ -191,6 +191,7 @@ def test_it_needs_neither_a_server_s_packages_nor_a_model_s() -> None:
 
 REFUSED = {
     "--headless -dpl 0": "--data-parallel-size-local must be at least 1, got 0",
+    "--headless -dpp 0": "--data-parallel-rpc-port 0 is none",
     "--headless --api-server-count 2": "--api-server-count 2",
     "--headless --data-parallel-hybrid-lb": "no --data-parallel-hybrid-lb",
     "--headless -dp 2 -dpn 1": "--data-parallel-rank",

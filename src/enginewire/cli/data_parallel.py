@@ -129,6 +129,8 @@ def _check_headless(settings: dict[str, Any], api_server_count: int | None) -> N
     local = settings.setdefault("data_parallel_size_local", _size_from_start_rank(settings))
     if local < 1:
         raise ConfigError(f"--headless runs engines here: --data-parallel-size-local must be at least 1, got {local}")
+    if settings.get("data_parallel_rpc_port") == 0:
+        raise ConfigError("--headless needs the port on which its frontend waits; --data-parallel-rpc-port 0 is none")
     if api_server_count:
         raise ConfigError(f"--headless runs no server, and --api-server-count {api_server_count} asks for some")
     if settings.keys() & {"data_parallel_hybrid_lb", "data_parallel_external_lb", "data_parallel_rank"}:
