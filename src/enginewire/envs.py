@@ -49,6 +49,11 @@ def api_key() -> str | None:
     return os.environ.get("ENGINEWIRE_API_KEY") or None
 
 
+def vllm_api_key() -> str | None:
+    """``VLLM_API_KEY``: the same for ``enginewire-frontend``, as vLLM's own server has it (none)."""
+    return os.environ.get("VLLM_API_KEY") or None
+
+
 def cache_dir() -> str | None:
     """``ENGINEWIRE_CACHE``: folder for models (``$XDG_CACHE_HOME/enginewire``, else ``~/.cache/enginewire``)."""
     return os.environ.get("ENGINEWIRE_CACHE") or None
