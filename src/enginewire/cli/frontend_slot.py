@@ -87,10 +87,10 @@ class ServeArguments(Struct, kw_only=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until vLLM says SIGTERM or is gone; return the exit status."""
-    from enginewire.cli.serve import set_up_logging
+    from enginewire.server.access_log import set_up_logging
 
     options, unknown = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    set_up_logging("info")
+    set_up_logging("INFO")
     if unknown:
         logger.warning("ignored arguments: %s", " ".join(unknown))
     try:
