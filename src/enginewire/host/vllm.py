@@ -30,6 +30,10 @@ _ERROR: Final = re.compile(rf"\b{_NAME}: .*|(?:^|(?<=[\])] )){_NAME}$|\berror: .
 """The last line of a traceback, behind what vLLM puts in front of lines, or of a wrong command line."""
 
 
+_ANNOUNCEMENT: Final = re.compile(r"\d validation errors? for \w+$")
+"""pydantic's first line, which vLLM's settings are checked with; the second says what is wrong."""
+
+
 class VLLMOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """What ``executor_options`` can hold for the engine ``vllm``.
 
@@ -105,5 +109,8 @@ def vllm_environment(spec: EngineSpec) -> dict[str, str]:
 
 def vllm_end(log_tail: Iterable[str]) -> str:
     """Say why a vLLM ended, by its log: its exit status is 0 even after SIGKILL."""
-    errors = (match[0] for line in log_tail if (match := _ERROR.search(line)))
-    return f"vLLM ended: {next(errors, 'its log does not say why')}"
+    lines = iter(log_tail)
+    error = next((match[0] for line in lines if (match := _ERROR.search(line))), "its log does not say why")
+    if _ANNOUNCEMENT.search(error):
+        error = f"{error}: {next(lines, '').strip()}"
+    return f"vLLM ended: {error}"

@@ -90,6 +90,10 @@ def test_it_is_a_name_for_a_process_and_no_executor() -> None:
         (["  File 'x.py', line 3", "torch.OutOfMemoryError: 3 GiB"], "OutOfMemoryError: 3 GiB"),
         (["raise ValueError", "AssertionError"], "AssertionError"),
         (["INFO no errors here", "INFO Shutting down."], "its log does not say why"),
+        (
+            ["ValidationError: 1 validation error for ModelConfig", "  Value error, max_model_len is too long"],
+            "ValidationError: 1 validation error for ModelConfig: Value error, max_model_len is too long",
+        ),
         (["usage: vllm", "vllm serve: error: unrecognized arguments: --x"], "error: unrecognized arguments: --x"),
         ([], "its log does not say why"),
     ],
