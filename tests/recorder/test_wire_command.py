@@ -79,7 +79,7 @@ def types_in(path: Path) -> list[str]:
     return [reader.read(entry).type for entry in read_file(path)[0]]
 
 
-@pytest.mark.parametrize("profile", PROFILES[:1], ids=str)
+@pytest.mark.parametrize("profile", PROFILES, ids=str)
 def test_what_is_recorded_between_a_client_and_an_engine_is_a_file_of_vectors(
     profile: WireProfile, tmp_path: Path
 ) -> None:

@@ -1,0 +1,8 @@
+"""Tests on hosts of their own, made with network namespaces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
