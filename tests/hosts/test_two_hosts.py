@@ -68,7 +68,13 @@ class Stream(threading.Thread):
         self._headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         self.num_events = 0
         self.last: dict[str, Any] = {}
+        self._is_enough = False
         self.start()
+
+    def end(self) -> None:
+        """Hang up."""
+        self._is_enough = True
+        self.join(PATIENCE_S)
 
     def run(self) -> None:
         body = {"model": "echo", "prompt": "hello", "max_tokens": 100_000, "stream": True}
@@ -78,6 +84,8 @@ class Stream(threading.Thread):
             httpx.stream("POST", url, json=body, headers=self._headers, timeout=PATIENCE_S) as response,
         ):
             for line in response.iter_lines():
+                if self._is_enough:
+                    return
                 if line.startswith("data: {"):
                     self.last = json.loads(line.removeprefix("data: "))
                     self.num_events += 1
@@ -180,6 +188,7 @@ def test_a_cut_cable_leaves_the_engine_on_this_side_alone(hosts: tuple[Host, Hos
         for _ in range(4):
             assert served.complete().status_code == 200
         wait_until(lambda: here.num_events > before, PATIENCE_S, "more tokens of the engine here")
+        here.end()
         far.restore()
         wait_until(lambda: len(served.running()) == 2 and is_back(served, 1), PATIENCE_S, "return of the other")
 
