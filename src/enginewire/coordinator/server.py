@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ from msgspec import Struct
 from enginewire.coordinator.core import Coordinator
 from enginewire.engine.channel import Channel
 from enginewire.transport.connections import Connections, connection_of
-from enginewire.transport.sockets import bind_publisher, bind_pull
+from enginewire.transport.sockets import bind_publisher, bind_pull, receive_frames
 
 logger = logging.getLogger(__name__)
 
@@ -103,32 +104,33 @@ class CoordinatorServer:
             self._context.destroy(linger=0)
 
     def _serve(self, lifeline: int) -> None:
+        handlers = {self._engines: self._from_engine_subscription, self._reports: self._from_engine}
         poller = zmq.Poller()
-        for readable in (lifeline, self._engines, self._subscribers.monitor, self._reports, self._reporters.monitor):
+        for readable in (lifeline, self._subscribers.monitor, self._reporters.monitor, *handlers):
             poller.register(readable, zmq.POLLIN)
-        are_frontends_read = False
         while True:
             wait_s = self.coordinator.next_publication(time.monotonic())
-            events = dict(poller.poll(None if math.isinf(wait_s) else math.ceil(wait_s * 1000)))
-            if lifeline in events:
-                return
-            self._drain(self._engines, self._from_engine_subscription)
-            self._drain(self._reports, self._from_engine)
-            self._note_closed()
-            if self.coordinator.is_ready and not are_frontends_read:
-                poller.register(self._frontends, zmq.POLLIN)  # not before: there would be nobody to wake
-                are_frontends_read = True
-            if are_frontends_read:
-                self._drain(self._frontends, self._from_frontend)
+            for readable, _ in poller.poll(None if math.isinf(wait_s) else math.ceil(wait_s * 1000)):
+                if readable == lifeline:
+                    return
+                if (handle := handlers.get(readable)) is not None:
+                    self._drain(readable, handle)
+                else:
+                    self._note_closed()
+            if self.coordinator.is_ready and self._frontends not in handlers:
+                handlers[self._frontends] = self._from_frontend  # not before: there would be nobody to wake
+                poller.register(self._frontends, zmq.POLLIN)
             if self.coordinator.next_publication(time.monotonic()) <= 0:
                 self._guarded(self.coordinator.publish, time.monotonic())
 
     def _drain(self, socket: zmq.Socket[bytes], handle: Callable[[list[zmq.Frame]], None]) -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        messages: list[list[zmq.Frame]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < MESSAGES_PER_TURN:
+                messages.append(receive_frames(socket))
+        if messages:
+            self._note_closed()  # after receiving: what is known of a connection is at least as new as its messages
+        for frames in messages:
             self._guarded(handle, frames)
 
     def _guarded(self, action: Callable[[T], None], argument: T) -> None:
@@ -141,7 +143,6 @@ class CoordinatorServer:
         """Count connections, not subscriptions: an engine may subscribe twice, or leave and come back (defect 29)."""
         if frames[0].bytes[:1] != b"\x01":
             return  # it leaves; its connection's end says so too
-        self._note_closed()
         connection = connection_of(frames[0])
         if self._subscribers.is_open(connection):
             self._subscribed.add(connection)
@@ -151,7 +152,6 @@ class CoordinatorServer:
         index = self.coordinator.reported([frame.bytes for frame in frames], time.monotonic())
         if index is None:
             return
-        self._note_closed()
         connection = connection_of(frames[0])
         if self._reporters.is_open(connection):
             self._rank_of.setdefault(connection, set()).add(index)

@@ -175,17 +175,24 @@ def send_message(
 def receive_message(socket: zmq.Socket[bytes]) -> list[bytes]:
     """Receive one message without waiting.
 
+    Raises:
+        Again: there is none.
+    """
+    return [frame.bytes for frame in receive_frames(socket)]
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """Receive one message without waiting, as frames that know where they came from.
+
     A frame tells by itself whether more follow; asking the socket, as ``recv_multipart`` does, costs twice as much as
     receiving a small frame.
 
     Raises:
         Again: there is none.
     """
-    frame = socket.recv(_LAST, copy=False)
-    frames = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(_LAST, copy=False)
-        frames.append(frame.bytes)
+    frames = [socket.recv(_LAST, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(_LAST, copy=False))
     return frames
 
 
