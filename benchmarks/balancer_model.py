@@ -170,11 +170,11 @@ class Workload:
     shares: bool
 
 
-UNIQUE = Workload(rate=3.2, shares=False)
+UNIQUE = Workload(rate=4.5, shares=False)
 CHAT = Workload(rate=3.0, shares=True)
 BURST, CALM = 3.0, 0.5
 """Factors of the rate. A fifth of the time is a burst, so they average to one."""
-BURST_S = 2.0
+BURST_S = 0.8
 
 
 @dataclass(slots=True)
