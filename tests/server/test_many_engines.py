@@ -162,6 +162,7 @@ def test_a_request_may_say_which_engine_runs_it(served: Served, num_engines: int
         assert complete(served, rank=last, max_tokens=1).status_code == 200
     after = per_engine(served, "vllm:request_success_total")
     assert [now - then for now, then in zip(after, before, strict=True)] == [0.0] * last + [3.0]
+    assert re.findall(r"path=/v1/completions .* engine=(\S+)", served.log)[-3:] == [str(last)] * 3
     unknown = complete(served, rank=num_engines, max_tokens=1)
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (400, "invalid_request_error")
     headers = {"X-data-parallel-rank": "first"}

@@ -20,6 +20,10 @@ STATUS = "document.querySelector('#status').innerText"
 RUNNING = "document.querySelector('#running').innerText"
 HEALTH = "document.querySelector('#health').innerText"
 FOCUS = "document.activeElement.id"
+TOO_WIDE = (
+    "[...document.querySelectorAll('main *')].filter((e) => e.getBoundingClientRect().right > innerWidth).map("
+    "(e) => e.outerHTML.slice(0, 80))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +135,33 @@ def test_it_fits_narrow_screens(slow_echo: Served, open_page: Callable[[str], Br
     browser.wait_for(STATUS, lambda status: status.startswith("length"))
     screenshot(browser, f"chat-{width}-{'dark' if dark else 'light'}")
     assert browser.evaluate("document.documentElement.scrollWidth") == width
-    too_wide = browser.evaluate(
-        "[...document.querySelectorAll('main *')].filter((e) => e.getBoundingClientRect().right > innerWidth).map("
-        "(e) => e.outerHTML.slice(0, 80))"
-    )
-    assert too_wide == []
+    assert browser.evaluate(TOO_WIDE) == []
+
+
+@pytest.mark.parametrize("num_engines", [2, 16])
+def test_every_engine_has_a_line_that_fits(open_page: Callable[[str], Browser], num_engines: int) -> None:
+    """Issue 5."""
+    with serve("echo", "--data-parallel-size", str(num_engines), "--executor-option", "step_time_s=0.02") as served:
+        browser = open_page(served.url)
+        assert browser.evaluate(HEALTH) == f"{num_engines} engines ready"
+        browser.click("label[for=mode-text]")
+        browser.click("#prompt")
+        browser.type("Hello")
+        browser.evaluate("document.querySelector('#max_tokens').value = 5000")
+        browser.press("Enter", ctrl=True)
+        lines = "[...document.querySelectorAll('#engines .line')].map((line) => line.innerText.split('\\n'))"
+        busy = browser.wait_for(lines, lambda found: [line for line in found if "1 running" in line])
+        assert [line[0] for line in busy] == [f"Engine {index}" for index in range(num_engines)]
+        assert sorted(line[1] for line in busy) == ["0 running"] * (num_engines - 1) + ["1 running"]
+        served.engines()[-1].kill()
+        browser.wait_for(HEALTH, lambda health: health == f"{num_engines - 1} of {num_engines} ready")
+        assert browser.evaluate("document.querySelector('#engines .death').innerText") == "killed by signal 9 (SIGKILL)"
+        for width, dark in ((1280, False), (1280, True), (360, True), (320, False)):
+            browser.resize(width, 740, dark=dark)
+            screenshot(browser, f"engines-{num_engines}-{width}-{'dark' if dark else 'light'}")
+            assert browser.evaluate("document.documentElement.scrollWidth") == width
+            assert browser.evaluate(TOO_WIDE) == []
+        assert browser.complaints() == []
 
 
 def test_what_the_server_refuses_is_said(slow_echo: Served, open_page: Callable[[str], Browser]) -> None:

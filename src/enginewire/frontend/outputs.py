@@ -22,6 +22,7 @@ class CompletionOutput:
         logprobs: one map per token of ``token_ids``, ``None`` unless asked for.
         finish_reason: ``stop``, ``length``, ``abort``, ``error``, ``repetition``; ``None`` while it runs.
         stop_reason: the stop string or the stop token's id; ``None`` for EOS and for other reasons.
+        engine_index: which of several engines made it; ``None``: none has it yet.
     """
 
     index: int
@@ -31,6 +32,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    engine_index: int | None = None
 
     @property
     def finished(self) -> bool:

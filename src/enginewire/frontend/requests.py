@@ -108,6 +108,7 @@ class CompletionState:
             logprobs if wants_logprobs else None,
             None if self.finish_reason is None else str(self.finish_reason),
             self.stop_reason,
+            self.engine_index,
         )
 
     def finished_stats(self, now: float) -> FinishedRequestStats:

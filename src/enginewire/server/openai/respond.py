@@ -98,6 +98,7 @@ class _Tally:
     def __init__(self, request: Request) -> None:
         self._notes = request.notes
         self._prompts: dict[int, tuple[int, int | None]] = {}
+        self._engines: set[int | None] = set()
         self._num_completion_tokens = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> bool:
@@ -106,6 +107,9 @@ class _Tally:
         self._prompts[prompt_index] = len(output.prompt_token_ids), output.num_cached_tokens
         for completion in output.outputs:
             self._num_completion_tokens += len(completion.token_ids)
+            if completion.engine_index not in self._engines:
+                self._engines.add(completion.engine_index)
+                self._notes["engine"] = ",".join(sorted(map(str, self._engines)))
             if completion.finish_reason is not None:
                 self._notes["finish_reason"] = completion.finish_reason
         if is_first:
