@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from typing import Final, Literal
 
 import msgspec
@@ -156,7 +156,7 @@ def ready_response(
         data_parallel_rank=engine_index,
         max_num_seqs=core.config.max_num_seqs,
         max_num_batched_tokens=max(core.config.max_num_seqs, core.max_model_len),
-        instance_id=uuid.uuid4().hex,
+        instance_id=os.urandom(16).hex(),
         supports_lora=capabilities.lora,
         max_loras=int(capabilities.lora),
         enable_sleep_mode=bool(capabilities.sleep_levels),

@@ -5,7 +5,6 @@ The main thread decides (``busy_loop``), the input thread reads and checks, the 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import queue
@@ -23,9 +22,7 @@ from enginewire.engine.executor import Executor
 from enginewire.engine.frontends import Frontend
 from enginewire.engine.handshake import INIT_TIMEOUT_S, Handshake, ready_response
 from enginewire.engine.input_thread import InputThread
-from enginewire.engine.lock_step import LockStepLoop
 from enginewire.engine.output_thread import OutputThread
-from enginewire.engine.ranks import ParallelConfig, RankGroup
 from enginewire.engine.registry import load_executor_class
 from enginewire.engine.spec import EngineSpec, describe
 from enginewire.engine.step import StepOutput
@@ -33,6 +30,7 @@ from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresse
 from enginewire.wire.profile import profile_named
 
 if TYPE_CHECKING:
+    from enginewire.engine.ranks import RankGroup
     from enginewire.engine.worker_process import ExecutorProcess
 
 logger = logging.getLogger(__name__)
@@ -123,6 +121,8 @@ class EngineCoreProc:
 
     def _join(self, init: EngineHandshakeMetadata) -> RankGroup | None:
         """Meet the other ranks, if there are any."""
+        from enginewire.engine.ranks import ParallelConfig, RankGroup  # few engines have ranks
+
         parallel = ParallelConfig.from_init(init.parallel_config)
         if parallel is None:
             return None
@@ -151,6 +151,8 @@ class EngineCoreProc:
         )
         loop = BusyLoop(core, self._events, output.put, self._child, reports_load=reports_load)
         if group is not None:
+            from enginewire.engine.lock_step import LockStepLoop
+
             loop = LockStepLoop(
                 core,
                 self._events,
@@ -258,5 +260,7 @@ class EngineCoreProc:
 
 def deployment_hash(spec: EngineSpec, num_ranks: int) -> str:
     """Make what ranks in lock-step say in READY, so that their frontend notices two that do not belong together."""
+    import hashlib  # 2 ms of every start otherwise
+
     said = f"{spec.config.model}\n{spec.executor}\n{num_ranks}"
     return hashlib.sha256(said.encode()).hexdigest()
