@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_temporary_folder] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="ew-")  # short: ipc paths are
     tempfile.tempdir = None
+    # What frontends remember of their engines must not outlive the run, nor come from before it.
+    os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["TMPDIR"], "state")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from enginewire.errors import ConfigError
@@ -52,6 +53,14 @@ def api_key() -> str | None:
 def vllm_api_key() -> str | None:
     """``VLLM_API_KEY``: the same for ``enginewire-frontend``, as vLLM's own server has it (none)."""
     return os.environ.get("VLLM_API_KEY") or None
+
+
+def state_dir() -> Path | None:
+    """``XDG_STATE_HOME``: where frontends remember their engines (``~/.local/state``; ``None``: there is no home)."""
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "enginewire"
+    except RuntimeError:
+        return None
 
 
 def cache_dir() -> str | None:

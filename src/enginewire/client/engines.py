@@ -114,7 +114,8 @@ class Engine:
         state, death: how it is, and why it is gone or was the last time.
         num_deaths: how often it was lost.
         profile: which layout it speaks.
-        ready: what it said of itself.
+        ready: what it said of itself; ``None`` too if that was nothing.
+        has_been_ready: whether it ever was.
         live: its requests whose last output has not been taken yet, by id; ``None`` for one that was sent without a
             copy and therefore let go (C-28).
         stale: ids of requests that ended here with a loss or were left by another client, and that it may still run.
@@ -131,6 +132,7 @@ class Engine:
         self.death: EngineDeath | None = None
         self.num_deaths = 0
         self.ready: EngineCoreReadyResponse | None = None
+        self.has_been_ready = False
         self.live: dict[str, EngineCoreRequest | None] = {}
         self.stale: set[str] = set()
         self.is_haunted = False

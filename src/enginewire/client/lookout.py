@@ -24,9 +24,10 @@ from enginewire.client.balancer import LoadBalancer
 from enginewire.client.engines import Engine, Engines, EngineState, Link
 from enginewire.client.inbox import Arrival, Inbox, failures
 from enginewire.client.outbox import Outbox
+from enginewire.client.remembered import Memory
 from enginewire.client.resources import BackgroundResources
 from enginewire.client.startup import EngineStartup, Ready, Reception, apply_ready_responses, is_of
-from enginewire.client.utilities import Call
+from enginewire.client.utilities import PING, Call
 from enginewire.config import EngineConfig
 from enginewire.errors import (
     ENGINE_LOST_PREFIX,
@@ -44,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 1.0
 """How long an engine that is said to be dead has to show that it is not."""
-
-PING: Final = "is_scheduler_paused"
-"""Cheap, without effect, and known to every engine."""
 
 CONNECTION_LOST: Final = "the connection to it was lost; its process ended, or its host is gone or silent"
 REPORTED_DEATH: Final = "it reported a fatal error"
@@ -81,6 +79,7 @@ class Lookout:
         max_model_len: what was asked for.
         reception: makes links for engines that are restarted; ``None``: somebody else does the handshake.
         balancer: forgets what it knows of an engine that is gone.
+        memory: is told of each engine that becomes ready, for a frontend that comes after this one.
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class Lookout:
         max_model_len: int | None,
         reception: Reception | None,
         balancer: LoadBalancer | None,
+        memory: Memory | None,
     ) -> None:
         self._config = config
         self._engines = engines
@@ -103,6 +103,7 @@ class Lookout:
         self._max_model_len = max_model_len
         self._reception = reception
         self._balancer = balancer
+        self._memory = memory
         self._pings: dict[int, _Ping] = {}
         self._starting: dict[int, EngineStartup] = {}
         self._newcomers: dict[int, list[bytes]] = {}
@@ -334,21 +335,22 @@ class Lookout:
         try:
             link = self._reception.open_link(index)
         except OSError as exc:
-            logger.error("engine=%d cannot be taken back: %s", index, exc)
+            logger.error("engine=%d is not taken back: %s", index, exc)
             return
-        self._close_link(engine.link)
-        engine.use_link(link)
-        engine.is_haunted = False
-        engine.stale.clear()
-        self._inbox.links = (*self._inbox.links, link)
-        startup = EngineStartup({index: self._reception.expected(engine)}, max_model_len=self._max_model_len)
+        startup = EngineStartup({index: self._reception.expected(index, link)}, max_model_len=self._max_model_len)
         try:
             reply = startup.on_handshake(*frames)
             assert reply is not None, "HELLO is answered with INIT"
             send_message(self._resources.handshake_socket, (engine.identity, reply))
         except (EngineStartupError, zmq.ZMQError) as exc:
             logger.error("engine=%d is not taken back: %s", index, exc)
+            link.close()
             return
+        self._close_link(engine.link)
+        engine.use_link(link)
+        engine.is_haunted = False
+        engine.stale.clear()
+        self._inbox.links = (*self._inbox.links, link)
         self._starting[index] = startup
         self._engines.starts_anew(engine)
 
@@ -375,6 +377,9 @@ class Lookout:
         engine.ready = ready.response
         responses = [each.ready for each in self._engines if each.ready is not None]
         apply_ready_responses(self._config, responses, max_model_len=self._max_model_len)
+        engine.has_been_ready = True
+        if self._memory is not None:
+            self._memory.remember(self._engines)
 
     def _is_overdue(self, index: int, now: float) -> bool:
         limit = self._config.engine_return_timeout_s

@@ -23,6 +23,7 @@ from enginewire.client.engines import Engine, Engines, EngineState, Link
 from enginewire.client.inbox import Inbox
 from enginewire.client.lookout import Lookout
 from enginewire.client.outbox import Outbox
+from enginewire.client.remembered import Memory, Recall, RememberedEngine
 from enginewire.client.resources import BackgroundResources, closed_error
 from enginewire.client.startup import EngineStartup, Reception, wait_for_engines
 from enginewire.client.utilities import Call, Waiter, fail
@@ -96,6 +97,7 @@ class MPClient(EngineCoreClient):
         self.inbox = Inbox(self.config, self.engines)
         self.outbox = Outbox(self.config, client_index)
         self._balancer = make_balancer(self.config.load_balancer, client_count=client_count, client_index=client_index)
+        self._memory: Memory | None = None
         me = weakref.ref(self)
 
         def on_change(status: EngineStatus) -> None:
@@ -119,10 +121,15 @@ class MPClient(EngineCoreClient):
         started = time.monotonic()
         max_model_len = config.max_model_len
         reception: Reception | None = None
+        memory: Memory | None = None
+        remembered: dict[int, RememberedEngine] = {}
         if client_addresses is None:
             resources.endpoints = choose_endpoints(config)
-            reception = Reception(resources.context, config, resources.endpoints)
             handshakes = self._bind_handshake(resources.endpoints.handshakes)
+            memory = self._memory_at(handshakes[-1])
+            remembered = {} if memory is None else memory.recall()
+            known = {index: (engine.input, engine.output) for index, engine in remembered.items()}
+            reception = Reception(resources.context, config, resources.endpoints, known)
             for index in config.managed_ranks:
                 is_ours = index in config.local_ranks
                 self.engines.add(Engine(index, reception.open_link(index), is_ours=is_ours))
@@ -134,7 +141,10 @@ class MPClient(EngineCoreClient):
         else:
             self._open_given_links(client_addresses)
         self.inbox.links = tuple(dict.fromkeys(engine.link for engine in self.engines))
-        expected = {engine.index: None if reception is None else reception.expected(engine) for engine in self.engines}
+        expected = {
+            engine.index: None if reception is None else reception.expected(engine.index, engine.link)
+            for engine in self.engines
+        }
         startup = EngineStartup(expected, max_model_len=max_model_len)
         remembered: Mapping[int, bytes] = (client_addresses or {}).get("ready_responses", {})
         for index, payload in remembered.items():
@@ -149,7 +159,9 @@ class MPClient(EngineCoreClient):
             hello_timeout_s=config.hello_timeout_s,
             first_death=manager.first_death if manager else lambda: None,
             log_tail=lambda: manager.log_tail(config.local_ranks[0]) if manager else (),
+            look=recall.look,
         )
+        recall.close()
         self.lookout = Lookout(
             config,
             self.engines,
@@ -159,7 +171,9 @@ class MPClient(EngineCoreClient):
             max_model_len=max_model_len,
             reception=reception,
             balancer=self._balancer,
+            memory=memory,
         )
+        self._memory = memory
         for engine in self.engines:
             ready = startup.ready_of(engine.index)
             if engine.index in remembered:
@@ -181,6 +195,12 @@ class MPClient(EngineCoreClient):
             if pair not in links:
                 links[pair] = Link(self.resources.context, self.config, pair)
             self.engines.add(Engine(index, links[pair], is_ours=manager is not None and manager.has(index)))
+
+    def _memory_at(self, handshake: str) -> Memory | None:
+        """Return the memory of engines that are started elsewhere; they only find a port that stays the same."""
+        config = self.config
+        has_remote = len(config.local_ranks) < len(config.managed_ranks)
+        return Memory(handshake) if has_remote and config.data_parallel_rpc_port else None
 
     def _bind_handshake(self, endpoints: Sequence[str]) -> list[str]:
         """Bind the handshake socket, which is read for the client's life; return its addresses."""
@@ -264,6 +284,8 @@ class MPClient(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engines that this client started, and release everything. Idempotent, from any thread."""
+        if self._memory is not None and not any(not engine.is_ours for engine in self.engines.ready):
+            self._memory.forget()
         self.resources.close(timeout)
         self._finalizer.detach()  # only now: closing may have been interrupted
 

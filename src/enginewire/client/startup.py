@@ -23,7 +23,7 @@ from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
-from enginewire.wire.frames import engine_index_of
+from enginewire.wire.frames import engine_identity, engine_index_of
 from enginewire.wire.handshake import (
     EngineCoreReadyResponse,
     EngineHandshakeMetadata,
@@ -112,9 +112,17 @@ class Reception:
         context: for the links' sockets.
         config: of the client.
         endpoints: where links are bound.
+        known: addresses of links at which engines may be already, by rank.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, endpoints: Endpoints) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        config: EngineConfig,
+        endpoints: Endpoints,
+        known: Mapping[int, tuple[str, str]],
+    ) -> None:
+        self._known = known
         self._context = context
         self._config = config
         self._endpoints = endpoints
@@ -124,14 +132,19 @@ class Reception:
     def open_link(self, index: int) -> Link:
         """Bind a link for the next incarnation of an engine. Raises :class:`OSError`."""
         self._incarnations[index] += 1
+        if self._incarnations[index] == 1 and index in self._known:
+            try:
+                return Link(self._context, self._config, self._known[index])
+            except OSError as exc:
+                logger.warning("engine %d of an earlier frontend is not looked for: %s", index, exc.strerror)
         name = f"{index}.{self._incarnations[index]}"
         addresses = self._endpoints.of_link(name, is_local=index in self._local_ranks)
         return Link(self._context, self._config, addresses)
 
-    def expected(self, engine: Engine) -> Expected:
-        """Say what is agreed with this incarnation of an engine."""
-        addresses = EngineZmqAddresses(inputs=[engine.link.input_address], outputs=[engine.link.output_address])
-        return Expected(addresses, is_local=engine.index in self._local_ranks)
+    def expected(self, index: int, link: Link) -> Expected:
+        """Say what is agreed with the incarnation of an engine that gets this link."""
+        addresses = EngineZmqAddresses(inputs=[link.input_address], outputs=[link.output_address])
+        return Expected(addresses, is_local=index in self._local_ranks)
 
 
 class EngineStartup:
@@ -223,6 +236,13 @@ class EngineStartup:
             logger.warning("engine %s sent a second ready response, which replaces the first", index)
         self._engines[index].response = Ready(profile, response, payload)
 
+    def found_again(self, index: int, payload: bytes) -> None:
+        """Take an engine for ready that was so for an earlier frontend, with what it said then; unless it is new."""
+        engine = self._engines[index]
+        if not engine.said_hello:
+            self.on_ready_response(engine_identity(index), payload)
+            engine.said_hello = engine.said_ready = True
+
     def _known(self, identity: bytes, what: str) -> int | None:
         index = engine_index_of(identity)
         if index in self._engines:
@@ -242,6 +262,7 @@ def wait_for_engines(
     hello_timeout_s: float,
     first_death: Callable[[], EngineDeath | None],
     log_tail: Callable[[], tuple[str, ...]],
+    look: Callable[[], None],
 ) -> None:
     """Drive ``startup`` until all engines are ready.
 
@@ -253,6 +274,7 @@ def wait_for_engines(
         hello_timeout_s: the tighter limit until every engine that this process started has been heard of.
         first_death: tells of an engine process that has ended.
         log_tail: what the engines printed, for the error.
+        look: called all the time, to find engines that have no reason to say something.
 
     Raises:
         EngineStartupTimeout: time ran out; says which engines are missing and which setting raises the limit.
@@ -264,6 +286,7 @@ def wait_for_engines(
     for socket in filter(None, (handshake_socket, *links)):
         poller.register(socket, zmq.POLLIN)
     while not startup.is_complete:
+        look()
         for socket, _ in poller.poll(POLL_MS):
             frames = socket.recv_multipart()
             if len(frames) != 2:

@@ -1,0 +1,158 @@
+"""What a frontend remembers of engines that are started elsewhere, so that the next one finds them (restart, crash).
+
+Such an engine connects again to the addresses that it was told once, and says nothing. So whoever binds the same
+handshake address next, on a port that was chosen and not found, binds the others again, too, and asks who is there.
+Source: "Two ways back" in the notes on remote engines.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from enginewire import envs
+from enginewire.client.engines import Engine
+from enginewire.client.inbox import Inbox
+from enginewire.client.outbox import Outbox
+from enginewire.client.startup import EngineStartup
+from enginewire.client.utilities import PING, Call
+from enginewire.transport.sockets import receive_message
+
+logger = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+
+
+class RememberedEngine(msgspec.Struct):
+    """Where an engine connects to, and what it said of itself (the bytes of its ready response)."""
+
+    input: str
+    output: str
+    ready: bytes
+
+
+class _File(msgspec.Struct):
+    format: int
+    engines: dict[int, RememberedEngine]
+
+
+class Memory:
+    """A small file, private to the user, named after a handshake address.
+
+    Nothing depends on it: if it cannot be read or written, engines have to be restarted with their frontend.
+
+    Args:
+        handshake: the address, resolved.
+    """
+
+    def __init__(self, handshake: str) -> None:
+        name = re.sub(r"[^A-Za-z0-9.]+", "_", handshake.removeprefix("tcp://")).strip("_")
+        folder = envs.state_dir()
+        self.path: Path | None = None if folder is None else folder / "engines" / f"{name}.json"
+
+    def recall(self) -> dict[int, RememberedEngine]:
+        """Return what is remembered, by rank."""
+        if self.path is None:
+            return {}
+        try:
+            file = msgspec.json.decode(self.path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as exc:
+            logger.warning("engines of an earlier frontend are not looked for: %s: %s", self.path, exc)
+            return {}
+        return file.engines if file.format == FORMAT else {}
+
+    def remember(self, engines: Iterable[Engine]) -> None:
+        """Write down what there is to know of engines that are started elsewhere."""
+        if self.path is None:
+            return
+        known = {
+            engine.index: RememberedEngine(
+                engine.link.input_address,
+                engine.link.output_address,
+                b"" if engine.ready is None else msgspec.msgpack.encode(engine.ready),
+            )
+            for engine in engines
+            if not engine.is_ours and engine.has_been_ready
+        }
+        draft = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(_File(FORMAT, known)))
+            draft.replace(self.path)
+        except OSError as exc:
+            logger.warning("engines will not survive a restart of this frontend: %s: %s", self.path, exc.strerror)
+
+    def forget(self) -> None:
+        """Remove the file: no engine is left to be found."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+
+class Recall:
+    """Looks for remembered engines while a client starts: whoever answers a ping on its old link is ready.
+
+    Those that were restarted meanwhile say HELLO, as all others do.
+
+    Args:
+        startup: is told who was found.
+        engines: with links at the remembered addresses.
+        remembered: by rank.
+    """
+
+    def __init__(
+        self,
+        startup: EngineStartup,
+        engines: Iterable[Engine],
+        inbox: Inbox,
+        outbox: Outbox,
+        remembered: Mapping[int, RememberedEngine],
+    ) -> None:
+        self._startup = startup
+        self._inbox = inbox
+        self._outbox = outbox
+        self._remembered = remembered
+        self._asked: dict[Engine, Call[concurrent.futures.Future[Any]] | None] = {
+            engine: None for engine in engines if engine.index in remembered
+        }
+
+    def look(self) -> None:
+        """Ask those that have not been asked, and see who has answered."""
+        for engine, call in list(self._asked.items()):
+            with contextlib.suppress(zmq.Again):
+                while True:  # outputs are for the frontend that was here before; the answer is sorted out
+                    self._inbox.sort(engine.link, receive_message(engine.link.output_socket))
+            if call is None:
+                self._asked[engine] = self._ask(engine)
+            elif call.waiter.done():
+                del self._asked[engine]
+                self._startup.found_again(engine.index, self._remembered[engine.index].ready)
+                engine.is_haunted = True
+                logger.info("engine=%d of an earlier frontend is here", engine.index)
+
+    def _ask(self, engine: Engine) -> Call[concurrent.futures.Future[Any]] | None:
+        call = self._inbox.calls.start(PING, concurrent.futures.Future[Any](), engine.index)
+        try:
+            self._outbox.call(engine, call.call_id, PING, ())
+        except zmq.ZMQError:  # it has not connected, or is another process by now
+            self._inbox.calls.forget(call.call_id)
+            return None
+        return call
+
+    def close(self) -> None:
+        """Give up: nobody waits for answers any longer."""
+        for call in self._asked.values():
+            if call is not None:
+                self._inbox.calls.forget(call.call_id)
