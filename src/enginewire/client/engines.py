@@ -90,11 +90,6 @@ class Link:
         lost = [watch.has_lost_peer() for watch in self._watches]  # all are asked: a monitor is to be drained
         return any(lost)
 
-    @property
-    def num_closed(self) -> int:
-        """How many connections have been closed so far; what was sent before the last one was may be lost."""
-        return sum(watch.num_closed for watch in self._watches)
-
     def close(self) -> None:
         """Close both sockets. Called by the receiver, which holds the send lock."""
         for watch in self._watches:

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,19 +54,26 @@ LAST_OUTPUT_DROPPED: Final = f"{INTERNAL_PREFIX}its last output could not be dec
 
 @dataclass(slots=True)
 class _Ping:
-    """A question to an engine.
+    """A question to an engine, asked once or several times.
 
     Attributes:
-        cause: of its loss, if it does not answer in time; ``None``: its silence means nothing.
+        calls: of one and the same waiter: whichever is answered, the engine lives.
+        deadline: when an answer does not count any longer.
+        ask_again: when to repeat it: what is sent into a connection that is just being lost is lost with it, and
+            ZeroMQ does not say so.
+        cause: of the engine's loss, if it does not answer in time; ``None``: its silence means nothing.
         on_answer: what follows from an answer.
     """
 
-    call: Call[concurrent.futures.Future[Any]]
+    calls: list[Call[concurrent.futures.Future[Any]]]
     deadline: float
+    ask_again: float
     cause: str | None
     on_answer: Callable[[], None]
-    num_closed: int
-    """Of its link, when it was asked."""
+
+    @property
+    def waiter(self) -> concurrent.futures.Future[Any]:
+        return self.calls[0].waiter
 
 
 class Lookout:
@@ -108,7 +116,7 @@ class Lookout:
         self._starting: dict[int, EngineStartup] = {}
         self._newcomers: dict[int, list[bytes]] = {}
         """HELLOs of ranks that have an engine, or had one."""
-        self._lost_at: dict[int, float] = {}
+        self._give_up_at: dict[int, float] = {}
         self._ended: deque[tuple[Engine, frozenset[str]]] = deque()
         """Requests that an engine does not know any longer, and whose end was not heard of."""
         self._handshake_decoder = MsgpackDecoder(HandshakeMessage)
@@ -215,15 +223,20 @@ class Lookout:
 
     def _ping(self, engine: Engine, deadline: float, on_answer: Callable[[], None], cause: str | None = None) -> bool:
         """Ask an engine something; what was asked before counts no longer. ``False``: there is no connection."""
-        if (former := self._pings.pop(engine.index, None)) is not None:
-            self._inbox.calls.forget(former.call.call_id)
-        call = self._start(engine, PING)
+        self._drop_ping(engine.index)
+        call = self._start(engine, PING, concurrent.futures.Future())
         if call is not None:
-            self._pings[engine.index] = _Ping(call, deadline, cause, on_answer, engine.link.num_closed)
+            self._pings[engine.index] = _Ping([call], deadline, math.inf, cause, on_answer)
         return call is not None
 
-    def _start(self, engine: Engine, method: str) -> Call[concurrent.futures.Future[Any]] | None:
-        waiter: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    def _drop_ping(self, index: int) -> None:
+        if (ping := self._pings.pop(index, None)) is not None:
+            for call in ping.calls:
+                self._inbox.calls.forget(call.call_id)
+
+    def _start(
+        self, engine: Engine, method: str, waiter: concurrent.futures.Future[Any]
+    ) -> Call[concurrent.futures.Future[Any]] | None:
         call = self._inbox.calls.start(method, waiter, engine.index)
         try:
             self._outbox.call(engine, call.call_id, method, ())
@@ -234,12 +247,11 @@ class Lookout:
 
     def _look_at_pings(self, now: float) -> None:
         for index, ping in list(self._pings.items()):
-            if ping.call.waiter.done():
-                del self._pings[index]
+            if ping.waiter.done():
+                self._drop_ping(index)
                 ping.on_answer()
-            elif now > ping.deadline or (ping.cause is None and self._engines[index].link.num_closed > ping.num_closed):
-                del self._pings[index]  # without a cause: it is asked again, as the question may have been lost
-                self._inbox.calls.forget(ping.call.call_id)
+            elif now > ping.deadline:
+                self._drop_ping(index)
                 if ping.cause is not None:
                     self._engines.lost(EngineDeath(index, ping.cause))
 
@@ -252,9 +264,7 @@ class Lookout:
             return arrivals
         while self._engines.untold:
             engine, death = self._engines.untold.popleft()
-            ping = self._pings.pop(engine.index, None)
-            if ping is not None:
-                self._inbox.calls.forget(ping.call.call_id)
+            self._drop_ping(engine.index)
             cause = f"engine {engine.index}: {death.cause}"
             self._inbox.calls.engine_lost(engine.index, f"the engine was lost meanwhile: {death.cause}")
             request_ids = list(engine.live)  # a copy: consumers in other threads change it meanwhile
@@ -262,7 +272,8 @@ class Lookout:
                 arrivals.append(failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}"))
             engine.stale.update(request_ids)
             engine.is_haunted = True
-            self._lost_at[engine.index] = now
+            limit = self._config.engine_return_timeout_s
+            self._give_up_at[engine.index] = math.inf if limit is None else now + limit
             if self._balancer is not None:
                 self._balancer.removed(engine.index)
         while self._ended:
@@ -280,29 +291,34 @@ class Lookout:
                 self._question(engine, now)
             elif engine.in_doubt:
                 self._ask_for_losses(engine)
-            elif engine.stale and index not in self._pings:
+            elif engine.stale:
                 self._abort_stale(engine, now, lambda: None)
         elif index in self._newcomers:
-            self._greet(engine)
-        elif engine.state is not EngineState.DEAD and self._is_overdue(index, now):
+            self._greet(engine, now)
+        elif engine.state is not EngineState.DEAD and now > self._give_up_at[index]:
             self._give_up(engine)
-        elif engine.state is EngineState.LOST and index not in self._pings and index not in self._starting:
+        elif engine.state is EngineState.LOST and index not in self._starting:
             self._abort_stale(engine, now, functools.partial(self._restored, engine))
 
-    def _abort_stale(self, engine: Engine, now: float, on_answer: Callable[[], None]) -> None:
+    def _abort_stale(self, engine: Engine, now: float, then: Callable[[], None]) -> None:
         """Abort what an engine may still be running for nobody; the answer to a ping behind that says that it has."""
+        ping = self._pings.get(engine.index)
+        if ping is not None and now < ping.ask_again:
+            return
         ids = list(engine.stale)
-
-        def aborted() -> None:
-            engine.stale.difference_update(ids)
-            on_answer()
-
-        try:
+        with contextlib.suppress(zmq.ZMQError):  # not connected yet
             if ids:
                 self._outbox.abort(engine, ids)
-        except zmq.ZMQError:
-            return  # not connected yet
-        self._ping(engine, now + self._config.heartbeat_timeout_s, aborted)
+
+        def on_answer() -> None:
+            engine.stale.difference_update(ids)
+            then()
+
+        if ping is None and self._ping(engine, now + self._config.heartbeat_timeout_s, on_answer):
+            self._pings[engine.index].ask_again = now + ANSWER_S
+        elif ping is not None and (call := self._start(engine, PING, ping.waiter)) is not None:
+            ping.calls.append(call)
+            ping.ask_again = now + ANSWER_S
 
     def _restored(self, engine: Engine) -> None:
         """Take an engine back that answers again on its old link: it was never gone, its connection was."""
@@ -327,7 +343,7 @@ class Lookout:
             engine.index,
         )
 
-    def _greet(self, engine: Engine) -> None:
+    def _greet(self, engine: Engine, now: float) -> None:
         """Give an engine's next incarnation a link of its own, and send INIT."""
         index, frames = engine.index, self._newcomers.pop(engine.index)
         assert self._reception is not None, "there is no handshake socket without a reception"
@@ -352,6 +368,8 @@ class Lookout:
         engine.stale.clear()
         self._inbox.links = (*self._inbox.links, link)
         self._starting[index] = startup
+        if self._config.engine_return_timeout_s is not None:
+            self._give_up_at[index] = now + self._config.ready_timeout_s
         self._engines.starts_anew(engine)
 
     def _close_link(self, link: Link) -> None:
@@ -381,15 +399,15 @@ class Lookout:
         if self._memory is not None:
             self._memory.remember(self._engines)
 
-    def _is_overdue(self, index: int, now: float) -> bool:
-        limit = self._config.engine_return_timeout_s
-        return limit is not None and now - self._lost_at[index] > limit
-
     def _give_up(self, engine: Engine) -> None:
-        limit, death = self._config.engine_return_timeout_s, engine.death
+        death = engine.death
         assert death is not None
-        self._starting.pop(engine.index, None)
-        self._engines.given_up(EngineDeath(engine.index, f"{death.cause}; it did not return within {limit:g} s"))
+        limit = self._config.engine_return_timeout_s
+        if (startup := self._starting.pop(engine.index, None)) is not None:
+            why = f"another process took its place and is not ready: {startup.missing()}"
+        else:
+            why = f"it did not return within {limit:g} s"
+        self._engines.given_up(EngineDeath(engine.index, f"{death.cause}; {why}"))
 
     def _ask_for_losses(self, engine: Engine) -> None:
         """Ask an engine which requests it knows, after a message was dropped that nobody could read.
@@ -399,7 +417,7 @@ class Lookout:
         """
         engine.in_doubt = False
         asked = frozenset(engine.live)
-        call = self._start(engine, "get_request_ids")
+        call = self._start(engine, "get_request_ids", concurrent.futures.Future())
         if call is not None:
             call.waiter.add_done_callback(functools.partial(self._note_known, engine, asked))
 
