@@ -166,17 +166,21 @@ class Lookout:
     def _read_handshake(self) -> None:
         socket = self._resources.handshake_socket
         for frames in [] if socket is None else _drained(socket):
-            index = engine_index_of(frames[0])
-            try:
-                if index is None or self._engines.get(index) is None or len(frames) != 2:
-                    raise DecodeError("it is none of an engine that is expected")
-                message = self._handshake_decoder.decode(frames[1:])
-                if message.status == "HELLO":
-                    self._newcomers[index] = frames
-                elif index in self._starting:
-                    self._starting[index].on_handshake(*frames)
-            except (DecodeError, EngineStartupError) as exc:
-                self._inbox.drop(f"a handshake message of {frames[0]!r}: {exc}")
+            self.take_handshake(frames)
+
+    def take_handshake(self, frames: list[bytes]) -> None:
+        """Take a message of the handshake socket, of an engine that was ready once or should have been."""
+        index = engine_index_of(frames[0])
+        try:
+            if index is None or self._engines.get(index) is None or len(frames) != 2:
+                raise DecodeError("it is none of an engine that is expected")
+            message = self._handshake_decoder.decode(frames[1:])
+            if message.status == "HELLO":
+                self._newcomers[index] = frames
+            elif index in self._starting:
+                self._starting[index].on_handshake(*frames)
+        except (DecodeError, EngineStartupError) as exc:
+            self._inbox.drop(f"a handshake message of {frames[0]!r}: {exc}")
 
     def _look_at_connections(self, now: float) -> None:
         while self._inbox.marked:  # first: what an engine says of its death says more than its connection
@@ -272,8 +276,7 @@ class Lookout:
                 arrivals.append(failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}"))
             engine.stale.update(request_ids)
             engine.is_haunted = True
-            limit = self._config.engine_return_timeout_s
-            self._give_up_at[engine.index] = math.inf if limit is None else now + limit
+            self._await_return(engine, now)
             if self._balancer is not None:
                 self._balancer.removed(engine.index)
         while self._ended:
@@ -368,8 +371,7 @@ class Lookout:
         engine.stale.clear()
         self._inbox.links = (*self._inbox.links, link)
         self._starting[index] = startup
-        if self._config.engine_return_timeout_s is not None:
-            self._give_up_at[index] = now + self._config.ready_timeout_s
+        self._await_return(engine, now, self._config.ready_timeout_s)
         self._engines.starts_anew(engine)
 
     def _close_link(self, link: Link) -> None:
@@ -387,7 +389,7 @@ class Lookout:
         """Await an engine that was another client's, on the link it has: it takes requests once it answers there."""
         self._introduce(engine, ready)
         engine.is_haunted = True
-        self._lost_at[engine.index] = now
+        self._await_return(engine, now)
         self._engines.is_away(engine)
 
     def _introduce(self, engine: Engine, ready: Ready) -> None:
@@ -398,6 +400,10 @@ class Lookout:
         engine.has_been_ready = True
         if self._memory is not None:
             self._memory.remember(self._engines)
+
+    def _await_return(self, engine: Engine, now: float, at_least_s: float = 0.0) -> None:
+        limit = self._config.engine_return_timeout_s
+        self._give_up_at[engine.index] = math.inf if limit is None else now + max(limit, at_least_s)
 
     def _give_up(self, engine: Engine) -> None:
         death = engine.death

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import zmq
 
@@ -23,7 +23,7 @@ from enginewire.client.engines import Engine, Engines, EngineState, Link
 from enginewire.client.inbox import Inbox
 from enginewire.client.lookout import Lookout
 from enginewire.client.outbox import Outbox
-from enginewire.client.remembered import Memory, Recall, RememberedEngine
+from enginewire.client.remembered import Memory, RememberedEngine
 from enginewire.client.resources import BackgroundResources, closed_error
 from enginewire.client.startup import EngineStartup, Reception, wait_for_engines
 from enginewire.client.utilities import Call, Waiter, fail
@@ -33,6 +33,7 @@ from enginewire.errors import (
     DuplicateRequestIdError,
     EngineClientError,
     EngineDeath,
+    EngineStartupTimeout,
     EngineUnavailableError,
     InvalidRequestError,
     UtilityCallError,
@@ -40,11 +41,17 @@ from enginewire.errors import (
 from enginewire.host.executor_source import ExecutorSource, executor_source
 from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager, EngineManager
 from enginewire.transport.endpoints import choose_endpoints
-from enginewire.transport.sockets import bind_also, bind_router
+from enginewire.transport.sockets import bind_also, bind_router, receive_message
 from enginewire.wire.frames import engine_identity
 from enginewire.wire.messages import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
+
+FIND_S: Final = 5.0
+"""How long a new frontend waits for all engines of an earlier one, once some are there: they connect again within three
+seconds."""
+
+FIND_POLL_MS: Final = 50
 
 W = TypeVar("W", bound=Waiter)
 
@@ -128,8 +135,8 @@ class MPClient(EngineCoreClient):
             handshakes = self._bind_handshake(resources.endpoints.handshakes)
             memory = self._memory_at(handshakes[-1])
             remembered = {} if memory is None else memory.recall()
-            known = {index: (engine.input, engine.output) for index, engine in remembered.items()}
-            reception = Reception(resources.context, config, resources.endpoints, known)
+            addresses = {index: (engine.input, engine.output) for index, engine in remembered.items()}
+            reception = Reception(resources.context, config, resources.endpoints, addresses)
             for index in config.managed_ranks:
                 is_ours = index in config.local_ranks
                 self.engines.add(Engine(index, reception.open_link(index), is_ours=is_ours))
@@ -141,16 +148,22 @@ class MPClient(EngineCoreClient):
         else:
             self._open_given_links(client_addresses)
         self.inbox.links = tuple(dict.fromkeys(engine.link for engine in self.engines))
+        # Engines that were another client's are on their links already, or will be, and say nothing.
+        known: Mapping[int, bytes] = (client_addresses or {}).get("ready_responses", {})
+        if memory is not None:
+            at_home = {engine.link.input_address for engine in self.engines}
+            known = {index: engine.ready for index, engine in remembered.items() if engine.input in at_home}
         expected = {
-            engine.index: None if reception is None else reception.expected(engine.index, engine.link)
+            engine.index: None
+            if reception is None or engine.index in known
+            else reception.expected(engine.index, engine.link)
             for engine in self.engines
         }
         startup = EngineStartup(expected, max_model_len=max_model_len)
-        remembered: Mapping[int, bytes] = (client_addresses or {}).get("ready_responses", {})
-        for index, payload in remembered.items():
+        for index, payload in known.items():
             startup.on_ready_response(engine_identity(index), payload)
         manager = resources.engine_manager
-        wait_for_engines(
+        others = wait_for_engines(
             startup,
             resources.handshake_socket,
             self.engines,
@@ -159,9 +172,8 @@ class MPClient(EngineCoreClient):
             hello_timeout_s=config.hello_timeout_s,
             first_death=manager.first_death if manager else lambda: None,
             log_tail=lambda: manager.log_tail(config.local_ranks[0]) if manager else (),
-            look=recall.look,
+            not_awaited=known,
         )
-        recall.close()
         self.lookout = Lookout(
             config,
             self.engines,
@@ -173,13 +185,44 @@ class MPClient(EngineCoreClient):
             balancer=self._balancer,
             memory=memory,
         )
-        self._memory = memory
+        for frames in others:
+            self.lookout.take_handshake(frames)
         for engine in self.engines:
             ready = startup.ready_of(engine.index)
-            if engine.index in remembered:
+            if engine.index in known:
                 self.lookout.remember(engine, ready, time.monotonic())
             else:
                 self.lookout.welcome(engine, ready)
+        if memory is not None:
+            self._find_again(started)
+        self._memory = memory
+
+    def _find_again(self, started: float) -> None:
+        """Wait for the engines of an earlier frontend; when one is there, not long for the others.
+
+        Raises:
+            EngineStartupTimeout: none of them answers, and none was restarted.
+        """
+        poller = zmq.Poller()
+        for socket in (self.resources.handshake_socket, *(link.output_socket for link in self.inbox.links)):
+            poller.register(socket, zmq.POLLIN)
+        began = time.monotonic()
+        while len(self.engines.ready) < len(self.engines):
+            poller.poll(FIND_POLL_MS)
+            for link in self.inbox.links:
+                with contextlib.suppress(zmq.Again):
+                    while True:  # outputs are for the frontend that was here before; answers are sorted out
+                        self.inbox.sort(link, receive_message(link.output_socket))
+            now = time.monotonic()
+            self.lookout.look(now)
+            if self.engines.ready and now - began > FIND_S:
+                return
+            if now - started > self.config.ready_timeout_s:
+                raise EngineStartupTimeout(
+                    f"none of the engines of an earlier frontend answered within {self.config.ready_timeout_s:g} s, "
+                    "and none was restarted; start them again, or raise ready_timeout_s",
+                    stage="ready",
+                )
 
     def _open_given_links(self, client_addresses: Mapping[str, Any]) -> None:
         """Bind where somebody else has told engines to come."""

@@ -7,25 +7,20 @@ Source: "Two ways back" in the notes on remote engines.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import zmq
 
 from enginewire import envs
 from enginewire.client.engines import Engine
-from enginewire.client.inbox import Inbox
-from enginewire.client.outbox import Outbox
-from enginewire.client.startup import EngineStartup
-from enginewire.client.utilities import PING, Call
-from enginewire.transport.sockets import receive_message
+from enginewire.errors import DecodeError
+from enginewire.wire.profile import decode_ready
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +65,9 @@ class Memory:
         except (OSError, msgspec.DecodeError) as exc:
             logger.warning("engines of an earlier frontend are not looked for: %s: %s", self.path, exc)
             return {}
-        return file.engines if file.format == FORMAT else {}
+        return {
+            index: engine for index, engine in file.engines.items() if file.format == FORMAT and _makes_sense(engine)
+        }
 
     def remember(self, engines: Iterable[Engine]) -> None:
         """Write down what there is to know of engines that are started elsewhere."""
@@ -101,58 +98,8 @@ class Memory:
                 self.path.unlink()
 
 
-class Recall:
-    """Looks for remembered engines while a client starts: whoever answers a ping on its old link is ready.
-
-    Those that were restarted meanwhile say HELLO, as all others do.
-
-    Args:
-        startup: is told who was found.
-        engines: with links at the remembered addresses.
-        remembered: by rank.
-    """
-
-    def __init__(
-        self,
-        startup: EngineStartup,
-        engines: Iterable[Engine],
-        inbox: Inbox,
-        outbox: Outbox,
-        remembered: Mapping[int, RememberedEngine],
-    ) -> None:
-        self._startup = startup
-        self._inbox = inbox
-        self._outbox = outbox
-        self._remembered = remembered
-        self._asked: dict[Engine, Call[concurrent.futures.Future[Any]] | None] = {
-            engine: None for engine in engines if engine.index in remembered
-        }
-
-    def look(self) -> None:
-        """Ask those that have not been asked, and see who has answered."""
-        for engine, call in list(self._asked.items()):
-            with contextlib.suppress(zmq.Again):
-                while True:  # outputs are for the frontend that was here before; the answer is sorted out
-                    self._inbox.sort(engine.link, receive_message(engine.link.output_socket))
-            if call is None:
-                self._asked[engine] = self._ask(engine)
-            elif call.waiter.done():
-                del self._asked[engine]
-                self._startup.found_again(engine.index, self._remembered[engine.index].ready)
-                engine.is_haunted = True
-                logger.info("engine=%d of an earlier frontend is here", engine.index)
-
-    def _ask(self, engine: Engine) -> Call[concurrent.futures.Future[Any]] | None:
-        call = self._inbox.calls.start(PING, concurrent.futures.Future[Any](), engine.index)
-        try:
-            self._outbox.call(engine, call.call_id, PING, ())
-        except zmq.ZMQError:  # it has not connected, or is another process by now
-            self._inbox.calls.forget(call.call_id)
-            return None
-        return call
-
-    def close(self) -> None:
-        """Give up: nobody waits for answers any longer."""
-        for call in self._asked.values():
-            if call is not None:
-                self._inbox.calls.forget(call.call_id)
+def _makes_sense(engine: RememberedEngine) -> bool:
+    try:
+        return not engine.ready or bool(decode_ready([engine.ready]))
+    except DecodeError:
+        return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
-from enginewire.wire.frames import engine_identity, engine_index_of
+from enginewire.wire.frames import engine_index_of
 from enginewire.wire.handshake import (
     EngineCoreReadyResponse,
     EngineHandshakeMetadata,
@@ -236,13 +236,6 @@ class EngineStartup:
             logger.warning("engine %s sent a second ready response, which replaces the first", index)
         self._engines[index].response = Ready(profile, response, payload)
 
-    def found_again(self, index: int, payload: bytes) -> None:
-        """Take an engine for ready that was so for an earlier frontend, with what it said then; unless it is new."""
-        engine = self._engines[index]
-        if not engine.said_hello:
-            self.on_ready_response(engine_identity(index), payload)
-            engine.said_hello = engine.said_ready = True
-
     def _known(self, identity: bytes, what: str) -> int | None:
         index = engine_index_of(identity)
         if index in self._engines:
@@ -262,8 +255,8 @@ def wait_for_engines(
     hello_timeout_s: float,
     first_death: Callable[[], EngineDeath | None],
     log_tail: Callable[[], tuple[str, ...]],
-    look: Callable[[], None],
-) -> None:
+    not_awaited: Collection[int] = (),
+) -> list[list[bytes]]:
     """Drive ``startup`` until all engines are ready.
 
     Args:
@@ -274,19 +267,22 @@ def wait_for_engines(
         hello_timeout_s: the tighter limit until every engine that this process started has been heard of.
         first_death: tells of an engine process that has ended.
         log_tail: what the engines printed, for the error.
-        look: called all the time, to find engines that have no reason to say something.
+        not_awaited: engines whose handshake is somebody else's business.
+
+    Returns:
+        what those said on the handshake socket.
 
     Raises:
         EngineStartupTimeout: time ran out; says which engines are missing and which setting raises the limit.
         EngineStartupError: an engine ended, or contradicts the protocol.
     """
+    set_aside: list[list[bytes]] = []
     next_report = started + REPORT_EVERY_S
     links = {engine.link.input_socket: engine.link for engine in engines}
     poller = zmq.Poller()
     for socket in filter(None, (handshake_socket, *links)):
         poller.register(socket, zmq.POLLIN)
     while not startup.is_complete:
-        look()
         for socket, _ in poller.poll(POLL_MS):
             frames = socket.recv_multipart()
             if len(frames) != 2:
@@ -294,6 +290,8 @@ def wait_for_engines(
             elif socket in links:
                 if is_of(links[socket].engines, frames[0]):
                     startup.on_ready_response(*frames)
+            elif engine_index_of(frames[0]) in not_awaited:
+                set_aside.append(frames)
             elif (reply := startup.on_handshake(*frames)) is not None:
                 try:
                     send_message(socket, (frames[0], reply))
@@ -319,6 +317,7 @@ def wait_for_engines(
         if time.monotonic() > next_report:
             next_report += REPORT_EVERY_S
             logger.info("waiting for engines since %.0f s: %s", waited, startup.missing())
+    return set_aside
 
 
 def is_of(engines: Sequence[Engine], identity: bytes) -> bool:
