@@ -1,6 +1,7 @@
 """What the server delivers: streamed tokens per second, time to the first token, and its own CPU time.
 
     python benchmarks/bench_serve.py [--engines echo echo-20ms smollm2-135m] [--streams 1 16 64 256]
+                                     [--data-parallel-size N] [--api-server-count N]
 
 ``echo`` is an engine faster than any server, so that the server is what is measured; it merges what it cannot send one
 by one. ``echo-20ms`` makes 50 tokens a second for each stream: every token is an event, and costs what it would with a
@@ -50,15 +51,15 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that runs."""
+    """One that runs; ``pids`` are those of its processes, without the engines'."""
 
     port: int
-    pid: int
+    pids: list[int]
     model: str
 
     def cpu_s(self) -> float:
-        """Return the CPU time of the process so far, without its engines'."""
-        threads = Path(f"/proc/{self.pid}/task").iterdir()
+        """Return the CPU time of its processes so far."""
+        threads = (thread for pid in self.pids for thread in Path(f"/proc/{pid}/task").iterdir())
         return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
@@ -133,9 +134,9 @@ async def measure(server: Server, name: str, num_streams: int, max_tokens: int) 
 
 
 @contextlib.contextmanager
-def serving(engine: Engine) -> Iterator[Server]:
+def serving(engine: Engine, further: list[str]) -> Iterator[Server]:
     """Run ``enginewire serve`` as it is by default, with its access log, which goes to a file."""
-    command = [sys.executable, "-m", "enginewire", "serve", *engine.arguments, "--port", "0"]
+    command = [sys.executable, "-m", "enginewire", "serve", *engine.arguments, "--port", "0", *further]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -146,7 +147,9 @@ def serving(engine: Engine) -> Iterator[Server]:
             if ready is None:
                 log.seek(0)
                 raise SystemExit(f"the server did not start:\n{log.read()}")
-            yield Server(int(ready[2]), process.pid, ready[1])
+            log.seek(0)
+            children = [int(pid) for pid in re.findall(r"server process \d+ serves pid=(\d+)", log.read())]
+            yield Server(int(ready[2]), [process.pid, *children], ready[1])
         finally:
             process.terminate()
             try:
@@ -184,7 +187,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 256], metavar="N")
+    parser.add_argument("--data-parallel-size", default="1", metavar="N", help="engines")
+    parser.add_argument("--api-server-count", default="1", metavar="N", help="server processes")
     args = parser.parse_args()
+    several = ["--data-parallel-size", args.data_parallel_size, "--api-server-count", args.api_server_count]
 
     print(f"{'':<53}{'first token, ms':>20}{'server CPU':>12}")
     print(
@@ -192,10 +198,17 @@ def main() -> None:
     )
     levels: list[Level] = []
     for name in args.engines:
-        with serving(ENGINES[name]) as server:
+        with serving(ENGINES[name], several) as server:
             levels += run(server, name, args.streams)
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    result = {"what": "serve", "commit": commit(), "machine": machine, "levels": [asdict(level) for level in levels]}
+    result = {
+        "what": "serve",
+        "commit": commit(),
+        "machine": machine,
+        "engines": int(args.data_parallel_size),
+        "processes": int(args.api_server_count),
+        "levels": [asdict(level) for level in levels],
+    }
     print(json.dumps(result))
 
 
