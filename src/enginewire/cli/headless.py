@@ -68,7 +68,7 @@ class HeadlessNode:
                     self._take_event()
             finally:
                 manager.shutdown(config.shutdown_timeout_s + config.terminate_timeout_s)
-        for process in manager.processes:
+        for process in manager.processes.values():
             if process.death is not None:
                 self._take_end(process.death)
         return EXIT_ERROR if self._has_failed else 0

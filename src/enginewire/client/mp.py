@@ -39,7 +39,8 @@ from enginewire.errors import (
     UtilityCallError,
 )
 from enginewire.host.executor_source import ExecutorSource, executor_source
-from enginewire.host.manager import LAST_WORDS_S, CoreEngineProcManager, EngineManager
+from enginewire.host.launcher import LAST_WORDS_S, EngineManager
+from enginewire.host.manager import CoreEngineProcManager
 from enginewire.transport.endpoints import choose_endpoints
 from enginewire.transport.sockets import bind_also, bind_router, receive_message
 from enginewire.wire.frames import engine_identity

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import zmq
 
 from enginewire.errors import ClientClosedError
-from enginewire.host.manager import EngineManager
+from enginewire.host.launcher import EngineManager
 from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import make_context
 

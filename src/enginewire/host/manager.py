@@ -19,10 +19,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from enginewire.engine.spec import EngineSpec
-from enginewire.errors import EngineDeath
+from enginewire.errors import EngineDeath, EngineStartupError
+from enginewire.host.launcher import LAST_WORDS_S
 from enginewire.host.process import EngineProcess
 
 logger = logging.getLogger(__name__)
@@ -31,54 +32,22 @@ SENTINEL_POLL_S: Final = 0.5
 """How often exit statuses are looked at. The lifeline's end of file is faster; this is for an engine whose own child
 holds the lifeline open."""
 
-LAST_WORDS_S: Final = 1.0
-"""How long a death may wait for exit status and log before those who wait on the engine are told (C-27)."""
-
 KILLED_S: Final = 10.0
 """How long a killed process may take to disappear; the kernel may be writing its memory out."""
 
 
-class EngineManager(Protocol):
-    """What a client asks of whoever watches the processes of its engines: a manager, or news from one elsewhere."""
-
-    def has(self, engine_index: int) -> bool:
-        """Whether an engine's process is watched here."""
-        ...
-
-    def watch_deaths(self, on_death: Callable[[EngineDeath], None]) -> None:
-        """Have each death reported, from any thread; one that happened already is reported at once."""
-        ...
-
-    def first_death(self) -> EngineDeath | None:
-        """Return the death of an engine that has ended, ``None`` while all live."""
-        ...
-
-    def wait_for_death(self, timeout: float, engine_index: int | None = None) -> EngineDeath | None:
-        """Return the death of an engine, or of any, that has ended or is just ending; ``None`` while it lives."""
-        ...
-
-    def expect_death(self, sign: str, engine_index: int | None = None) -> None:
-        """Have a death reported within a second, even if the process does not end; ``sign`` says why."""
-        ...
-
-    def log_tail(self, engine_index: int) -> tuple[str, ...]:
-        """Return the last lines that an engine printed."""
-        ...
-
-    def shutdown(self, timeout: float) -> None:
-        """Stop the engines, or stop watching those of others. Idempotent."""
-        ...
-
-
 class CoreEngineProcManager:
-    """Owns engine processes and the one thread that watches and reaps them.
+    """Owns engine processes and the one thread that watches and reaps them: an ``EngineLauncher`` of this machine.
 
-    The thread holds no reference to a client and ends when all processes have.
+    The thread holds no reference to a client and ends with :meth:`shutdown`.
 
     Args:
         specs: one per engine to start.
         forward_log: pass their logs on to our stderr.
         on_ready: is told, by the watching thread, the index of each engine of ours that says it is ready.
+
+    Attributes:
+        processes: the current one of each rank. Never changed, but replaced.
 
     Raises:
         EngineStartupError: a process could not be started; none is left.
@@ -91,21 +60,26 @@ class CoreEngineProcManager:
         forward_log: bool = True,
         on_ready: Callable[[int], None] = lambda engine_index: None,
     ) -> None:
-        self.processes: list[EngineProcess] = []
-        # Guards each process's `death` together with `_on_death`: a death is reported once, to whoever watches.
-        # Reentrant: the garbage collector may call `shutdown` in the middle of anything.
+        self.processes: dict[int, EngineProcess] = {}
+        self._forward_log = forward_log
+        self._on_ready = on_ready
+        # Guards what is running and each process's `death`. Reentrant: the garbage collector may call `shutdown` in
+        # the middle of anything.
         self._lock = threading.RLock()
+        # Held while a death is reported, and while a rank changes hands: no report is about a former process.
+        self._report_lock = threading.RLock()
+        self._running: list[EngineProcess] = []  # former ones too, until they are reaped
+        self._newcomers: list[EngineProcess] = []
         self._on_death: Callable[[EngineDeath], None] | None = None
         self._is_watched = False
-        self._is_given_up = False
-        self._all_reaped = threading.Event()
-        self._someone_died = threading.Condition(self._lock)
+        self._is_closing = False
+        self._someone_ended = threading.Condition(self._lock)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="enginewire-monitor", daemon=True)
         try:
             for spec in specs:
-                self.processes.append(EngineProcess(spec, forward_log=forward_log, on_ready=on_ready))
+                self.start(spec)
             self._thread.start()
             _managers.add(self)
         except BaseException:
@@ -115,83 +89,110 @@ class CoreEngineProcManager:
     def _give_up(self) -> None:
         """Undo a construction that failed or was interrupted, which may be while the thread starts."""
         with self._lock:
-            self._is_given_up = not self._is_watched
+            self._is_closing = True
         if self._is_watched:  # the thread reaps, and nobody else
             self.shutdown(timeout=0)
             return
-        for process in self.processes:
+        for process in self._running:
             process.reap()
         self._wake_receiver.close()
         self._wake_sender.close()
 
+    def start(self, spec: EngineSpec) -> None:
+        """Start an engine, of a new rank or in the place of a former one; see ``EngineLauncher``."""
+        index = spec.engine_index
+        process = EngineProcess(spec, forward_log=self._forward_log, on_ready=self._on_ready)
+        with self._report_lock, self._lock:
+            if not self._is_closing:
+                if (former := self.processes.get(index)) is not None:
+                    self._signal([former], signal.SIGKILL, group=True)
+                self.processes = {**self.processes, index: process}
+                self._running.append(process)
+                self._newcomers.append(process)
+                self._wake()
+                return
+        process.reap()
+        raise EngineStartupError("the launcher has been shut down", stage="launch", engine_index=index)
+
+    def stop(self, engine_index: int, timeout: float) -> None:
+        """Take a rank out: SIGTERM, and SIGKILL after ``timeout`` seconds; see ``EngineLauncher``."""
+        with self._report_lock, self._lock:
+            processes = dict(self.processes)
+            process = processes.pop(engine_index, None)
+            self.processes = processes
+        if process is not None:
+            self._end([process], timeout)
+
     def watch_deaths(self, on_death: Callable[[EngineDeath], None]) -> None:
         """Have each death reported by the watching thread; one that happened already is reported at once."""
-        with self._lock:
-            self._on_death = on_death
-            deaths = [process.death for process in self.processes if process.death is not None]
-        for death in deaths:
-            on_death(death)
+        with self._report_lock:
+            with self._lock:
+                self._on_death = on_death
+                deaths = [process.death for process in self.processes.values() if process.death is not None]
+            for death in deaths:
+                on_death(death)
 
     def has(self, engine_index: int) -> bool:
         """Whether an engine was started here."""
-        return any(process.engine_index == engine_index for process in self.processes)
+        return engine_index in self.processes
 
     def first_death(self) -> EngineDeath | None:
         """Return the death of an engine that has ended, ``None`` while all live."""
-        return next((process.death for process in self.processes if process.death is not None), None)
-
-    def death_of(self, engine_index: int) -> EngineDeath | None:
-        """Return the death of one engine, ``None`` while it lives."""
-        return next((process.death for process in self.processes if process.engine_index == engine_index), None)
+        return next((process.death for process in self.processes.values() if process.death is not None), None)
 
     def wait_for_death(self, timeout: float, engine_index: int | None = None) -> EngineDeath | None:
-        """Return the death of an engine that has ended or is just ending, ``None`` while it lives.
-
-        Args:
-            timeout: how long to wait for it.
-            engine_index: which engine; ``None``: any.
-        """
+        """Return the death of an engine that has ended or is just ending, ``None`` while it lives."""
 
         def death() -> EngineDeath | None:
-            return self.first_death() if engine_index is None else self.death_of(engine_index)
+            if engine_index is None:
+                return self.first_death()
+            process = self.processes.get(engine_index)
+            return None if process is None else process.death
 
-        with self._someone_died:
-            self._someone_died.wait_for(lambda: death() is not None, timeout)
+        with self._someone_ended:
+            self._someone_ended.wait_for(lambda: death() is not None, timeout)
         return death()
 
     def expect_death(self, sign: str, engine_index: int | None = None) -> None:
-        """Have a death reported within a second, even if the process does not end.
-
-        Args:
-            sign: of the death, which is the cause if there is no better one: ``"it reported a fatal error"``.
-            engine_index: which engine; ``None``: all.
-        """
-        for process in self.processes:
-            if engine_index in (None, process.engine_index):
+        """Have a death reported within a second, even if the process does not end; see ``EngineLauncher``."""
+        for index, process in self.processes.items():
+            if engine_index in (None, index):
                 process.expected_death = process.expected_death or (time.monotonic() + LAST_WORDS_S, sign)
         self._wake()
 
     def log_tail(self, engine_index: int) -> tuple[str, ...]:
         """Return the last lines that an engine printed."""
-        return next((tuple(p.log_tail) for p in self.processes if p.engine_index == engine_index), ())
+        process = self.processes.get(engine_index)
+        return () if process is None else tuple(process.log_tail)
 
     def shutdown(self, timeout: float) -> None:
         """Stop all engines: SIGTERM, and SIGKILL to those that have not left after ``timeout`` seconds. Idempotent."""
         with self._lock:
             self._on_death = None
-        self._signal_running(signal.SIGTERM)
-        if not self._all_reaped.wait(timeout):
-            if timeout > 0:
-                late = [process.engine_index for process in self.processes if process.is_running]
-                logger.warning("engines %s did not leave within %.1f s and are killed", late, timeout)
-            self._signal_running(signal.SIGKILL, group=True)
-            self._all_reaped.wait(KILLED_S)
+            self._is_closing = True
+            running = list(self._running)
+        self._end(running, timeout)
         if threading.current_thread() is not self._thread:
             self._thread.join(KILLED_S)
 
-    def _signal_running(self, number: int, *, group: bool = False) -> None:
+    def _end(self, processes: Sequence[EngineProcess], timeout: float) -> None:
+        """End processes, politely first. The thread reaps them."""
+
+        def running() -> list[int]:
+            return [process.engine_index for process in processes if process.is_running]
+
+        self._signal(processes, signal.SIGTERM)
+        with self._someone_ended:
+            if self._someone_ended.wait_for(lambda: not running(), timeout):
+                return
+            if timeout > 0:
+                logger.warning("engines %s did not leave within %.1f s and are killed", running(), timeout)
+            self._signal(processes, signal.SIGKILL, group=True)
+            self._someone_ended.wait_for(lambda: not running(), KILLED_S)
+
+    def _signal(self, processes: Sequence[EngineProcess], number: int, *, group: bool = False) -> None:
         with self._lock:  # not between a process's reaping and the note of it
-            for process in self.processes:
+            for process in processes:
                 if process.is_running:
                     process.signal(number, group=group)
         self._wake()
@@ -202,54 +203,65 @@ class CoreEngineProcManager:
 
     def _watch(self) -> None:
         with self._lock:
-            self._is_watched = not self._is_given_up
-        if self._is_given_up:
+            self._is_watched = not self._is_closing
+        if not self._is_watched:
             return
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_receiver, selectors.EVENT_READ, lambda: bool(self._wake_receiver.recv(4096)))
-            for process in self.processes:
-                selector.register(process.log, selectors.EVENT_READ, process.read_log)
-                selector.register(process.lifeline, selectors.EVENT_READ, process.read_lifeline)
-            while any(process.is_running for process in self.processes):
-                for key, _ in selector.select(self._poll_s()):
+            while (running := self._take_in(selector)) is not None:
+                for key, _ in selector.select(_poll_s(running)):
                     if not key.data():  # end of file
                         selector.unregister(key.fileobj)
-                for process in self.processes:
+                for process in running:
                     self._look_at(process, selector)
         self._wake_receiver.close()
         self._wake_sender.close()
-        self._all_reaped.set()
 
-    def _poll_s(self) -> float:
-        """Look again soon while an end is near: a closed lifeline precedes the exit status by milliseconds."""
-        is_near = any(
-            process.is_running and (process.is_leaving or process.expected_death is not None)
-            for process in self.processes
-        )
-        return 0.02 if is_near else SENTINEL_POLL_S
+    def _take_in(self, selector: selectors.BaseSelector) -> Sequence[EngineProcess] | None:
+        """Return what is running, newcomers among them; ``None``: nothing, and nothing more will come."""
+        with self._lock:
+            running, newcomers = list(self._running), self._newcomers
+            self._newcomers = []
+            is_over = self._is_closing and not running
+        for process in newcomers:
+            selector.register(process.log, selectors.EVENT_READ, process.read_log)
+            selector.register(process.lifeline, selectors.EVENT_READ, process.read_lifeline)
+        return None if is_over else running
 
     def _look_at(self, process: EngineProcess, selector: selectors.BaseSelector) -> None:
         """Reap a process that has ended, and report a death that is known or overdue."""
         death: EngineDeath | None = None
-        if process.is_running and process.has_ended():
+        if process.has_ended():
             for stream in (process.log, process.lifeline):
                 with contextlib.suppress(KeyError):
                     selector.unregister(stream)
             with self._lock:
                 death = process.reap()
-        elif process.death is None and process.expected_death is not None:
+                self._running.remove(process)
+                self._someone_ended.notify_all()
+        elif process.expected_death is not None:
             deadline, sign = process.expected_death
             if time.monotonic() > deadline:
                 cause = f"{sign}, and its process has not ended since"
                 death = EngineDeath(process.engine_index, cause, None, tuple(process.log_tail))
         if death is None or process.death is not None:  # the first cause sticks
             return
-        with self._lock:
-            process.death = death
-            on_death = self._on_death
-            self._someone_died.notify_all()
-        if on_death is not None:
-            on_death(death)
+        with self._report_lock:
+            with self._lock:
+                process.death = death
+                is_current = self.processes.get(process.engine_index) is process
+                on_death = self._on_death if is_current else None
+                self._someone_ended.notify_all()
+            if on_death is not None:
+                on_death(death)
+
+
+def _poll_s(running: Sequence[EngineProcess]) -> float:
+    """Look again soon while an end is near: a closed lifeline precedes the exit status by milliseconds."""
+    is_near = any(
+        process.is_leaving or (process.expected_death is not None and process.death is None) for process in running
+    )
+    return 0.02 if is_near else SENTINEL_POLL_S
 
 
 _managers: Final[weakref.WeakSet[CoreEngineProcManager]] = weakref.WeakSet()
@@ -258,7 +270,7 @@ _managers: Final[weakref.WeakSet[CoreEngineProcManager]] = weakref.WeakSet()
 def _leave_lifelines_to_parent() -> None:
     """Close our copies in a forked child: an engine would not notice its parent's end while one is open (C-62)."""
     for manager in _managers:
-        for process in manager.processes:
+        for process in manager._running:
             process.lifeline.close()
 
 
