@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from enginewire.models import cache_dir
+
 HERE = Path(__file__).parent
 VERSIONS = ("0.25.1", "0.32.0")
 
@@ -33,8 +35,7 @@ class Environment:
 
 def interop_folder() -> Path:
     """Return where the environments are."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ENGINEWIRE_INTEROP_DIR") or Path(cache) / "enginewire" / "interop")
+    return Path(os.environ.get("ENGINEWIRE_INTEROP_DIR") or cache_dir() / "interop")
 
 
 def ensure(version: str) -> Environment:

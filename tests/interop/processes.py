@@ -101,6 +101,14 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+def lives(process: psutil.Process) -> bool:
+    """Tell whether it still runs; one that has ended and was not waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def answers(url: str) -> bool:
     """Tell whether GET ``url`` answers 200."""
     try:
@@ -154,10 +162,11 @@ class Runner:
             running.stop()
 
     def vllm(
-        self, vllm: Environment, name: str, *args: str, env: Mapping[str, str] | None = None
+        self, vllm: Environment, name: str, *args: str | Path, env: Mapping[str, str] | None = None
     ) -> contextlib.AbstractContextManager[Running]:
-        """Run ``vllm serve HF ARGS``."""
-        command = [vllm.python, vllm.cli, "serve", vllm.model, *args]
+        """Run ``vllm serve HF ARGS``; a model in ARGS is served instead."""
+        model = [] if args and isinstance(args[0], Path) else [vllm.model]
+        command = [vllm.python, vllm.cli, "serve", *model, *args]
         return self.run(f"vllm-{vllm.version}-{name}", command, {**VLLM_ENV, **(env or {})})
 
     def headless_vllm(self, vllm: Environment, port: int, *args: str) -> contextlib.AbstractContextManager[Running]:

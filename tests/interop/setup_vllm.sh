@@ -7,7 +7,7 @@
 # made anew, and the second one waits for the first. PYTHON=python3.12 names another interpreter.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/enginewire
+cache=${ENGINEWIRE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/enginewire}
 root=${ENGINEWIRE_INTEROP_DIR:-$cache/interop}
 gguf=$cache/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
 
