@@ -54,7 +54,10 @@ class Handshake:
             self._socket = connect_dealer(context, address, engine_identity(engine_index), MAX_INIT_BYTES)
         except OSError as exc:
             raise self._error(f"the handshake failed: {exc}") from exc
-        self._watch = ConnectionWatch(self._socket)
+        self._watch: ConnectionWatch | None = ConnectionWatch(self._socket)
+        """Until INIT has come; nobody would read it afterwards."""
+        self._is_connected = False
+        """What was said while it was not is kept by the socket, and must not be said twice."""
 
     def hello(self, timeout_s: float = INIT_TIMEOUT_S) -> EngineHandshakeMetadata:
         """Say HELLO and wait for INIT: whom to connect to, and what ranks in lock-step have to know of each other.
@@ -67,10 +70,13 @@ class Handshake:
         self._say("HELLO")
         deadline = time.monotonic() + timeout_s
         while not self._socket.poll(SIGNAL_CHECK_MS):
-            if False in self._watch.changes():  # this HELLO, or the answer to it, died with the frontend
-                self._say("HELLO")
+            for is_connected in self._watch.changes() if self._watch is not None else ():
+                if self._is_connected and not is_connected:  # HELLO, or the answer to it, died with the frontend
+                    self._say("HELLO")
+                self._is_connected = is_connected
             if time.monotonic() >= deadline:
                 raise self._error(f"no response from the frontend at {self._address} within {timeout_s:g} s")
+        self._end_watch()
         frames = self._socket.recv_multipart()
         try:
             init = MsgpackDecoder(EngineHandshakeMetadata).decode(frames[-1:])
@@ -89,14 +95,17 @@ class Handshake:
     def ready(self, parallel_config_hash: str | UnsetType = UNSET) -> None:
         """Say READY, ranks in lock-step with the hash of their configuration. The last word on this socket."""
         self._say("READY", parallel_config_hash)
-        self._watch.close()
         self._socket.close(LINGER_MS)
 
     def close(self) -> None:
         """Close without another word. Idempotent."""
-        if not self._socket.closed:
+        self._end_watch()
+        self._socket.close(0)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
             self._watch.close()
-            self._socket.close(0)
+            self._watch = None
 
     def _say(self, status: Literal["HELLO", "READY"], parallel_config_hash: str | UnsetType = UNSET) -> None:
         message = HandshakeMessage(
