@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 import zmq
 
 from client_harness import MP_FACES, PATIENCE_S, echo_face, mock_face, mp_client, output, request
 from enginewire import FinishReason
+from enginewire.client.mp import MPClient
+from enginewire.testing import wait_until
+from enginewire.wire.frames import ABORT
 
 UNREADABLE = [b"\xc1\xc1\xc1"]
 
@@ -66,3 +70,28 @@ def test_a_stranger_on_a_real_engines_socket_harms_no_request() -> None:
         assert sum(len(each.new_token_ids) for each in outputs) == 300
         assert mp_client(face).inbox.dropped == 2
         assert face.pending_calls() == 0
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+def test_the_last_outputs_of_an_engine_that_leaves_are_no_loss(kind: str) -> None:
+    """Defect 37: it hears nothing any more, and still has to say how its requests ended."""
+    with mock_face(kind) as (face, engine):
+        face.add_request(request("last"))
+        engine.expect_add()
+        got = face.start("get_output")
+        engine.stop_listening()
+        wait_until(lambda: is_unreachable(mp_client(face)), PATIENCE_S, "the connection is known to be gone")
+        engine.send_outputs([output("last", [7], finished=True)])
+        assert got.result(PATIENCE_S).outputs[0].new_token_ids == [7]
+        wait_until(lambda: mp_client(face).engine_statuses()[0].state == "lost", PATIENCE_S, "then it is gone")
+
+
+def is_unreachable(client: MPClient) -> bool:
+    """Whether ZeroMQ knows that there is no connection to send on."""
+    engine = client.engines[0]
+    try:
+        with client.resources.send_lock:
+            engine.link.input_socket.send_multipart([engine.identity, ABORT, msgspec.msgpack.encode([])])
+    except zmq.ZMQError:
+        return True
+    return False

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from enginewire.client.balancer import EngineLoad
 from enginewire.client.base import EngineStatus
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from enginewire.wire.messages import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
+
+
+LAST_OUTPUTS_S: Final = 0.5
+"""How long the outputs of an engine that hears nothing any more may be on their way."""
 
 
 class EngineState(StrEnum):
@@ -76,6 +80,7 @@ class Link:
         self.decoders: dict[int, OutputsDecoder] = {}
         """For what each sends. Here, not with the engine: its next incarnation may speak another layout."""
         self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]
+        self._input_lost_at: float | None = None
         self.events = [watch.events for watch in self._watches]
         """Readable when a connection has come or gone. To be looked at before an engine that lost its connection has
         another one, 0.1 s later: what it sends on that has a gap before it."""
@@ -85,10 +90,18 @@ class Link:
         for watch in self._watches:
             watch.settle()
 
-    def has_lost_peer(self) -> bool:
-        """Whether a connection of its engines has been closed since."""
-        lost = [watch.has_lost_peer() for watch in self._watches]  # all are asked: a monitor is to be drained
-        return any(lost)
+    def has_lost_peer(self, now: float) -> bool:
+        """Whether a connection of its engines has been closed since.
+
+        One that leaves in order takes nothing more before it has sent all: its last outputs are waited for.
+        """
+        is_input_lost, is_output_lost = [watch.has_lost_peer() for watch in self._watches]
+        if not is_input_lost:
+            self._input_lost_at = None
+            return is_output_lost
+        if self._input_lost_at is None:
+            self._input_lost_at = now
+        return is_output_lost or now - self._input_lost_at > LAST_OUTPUTS_S
 
     def close(self) -> None:
         """Close both sockets. Called by the receiver, which holds the send lock."""

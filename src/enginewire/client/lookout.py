@@ -190,7 +190,7 @@ class Lookout:
                 else:
                     self._suspect(engine, f"{REPORTED_DEATH}; its log is on the host where it runs", now + ANSWER_S)
         for link in self._inbox.links:
-            if link.has_lost_peer():  # always asked: a monitor that nobody drains stops ZeroMQ
+            if link.has_lost_peer(now):  # always asked: a monitor that nobody drains stops ZeroMQ
                 self._connection_lost(link, now)
 
     def _connection_lost(self, link: Link, now: float) -> None:

@@ -340,6 +340,16 @@ class MockEngine:
 
         self._on_io_thread(last_word)
 
+    def stop_listening(self) -> None:
+        """Close the input sockets: an engine that leaves in order. It can still send."""
+
+        def stop() -> None:
+            for input_ in self._inputs:
+                input_.close(linger=0)
+            self._inputs = []
+
+        self._on_io_thread(stop)
+
     def vanish(self) -> None:
         """Close every socket without a word: an engine that was killed."""
         self._on_io_thread(lambda: self._close_sockets(0))
