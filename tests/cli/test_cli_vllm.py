@@ -126,3 +126,13 @@ def test_no_vllm_is_left_when_its_owner_ends(start: Start, tmp_path: Path, numbe
     process.send_signal(number)
     assert process.wait(DEADLINE_S) == (-number if number is signal.SIGKILL else 0)
     wait_for_exit_of(list(processes), DEADLINE_S)
+
+
+def test_llm_takes_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several of it: a launcher each, and the client expects engines that come by tcp."""
+    monkeypatch.setattr("os.environ", fake_vllm.install(tmp_path))
+    options = {"python": sys.executable, "args": ["--enforce-eager"]}
+    with LLM("echo", engine="vllm", executor_options=options, data_parallel_size=2, forward_engine_log=False) as llm:
+        outputs = llm.generate(["hello", "world"], SamplingParams(max_tokens=5))
+    assert [output.outputs[0].text for output in outputs] == ["hello", "world"]
+    assert fake_vllm.seen(tmp_path)["arguments"][-1] == "--enforce-eager"
