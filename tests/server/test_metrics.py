@@ -223,7 +223,7 @@ def test_what_http_did_is_counted(state: ServerState) -> None:
 
 def test_an_engine_that_is_gone_runs_nothing_and_is_not_up(state: ServerState) -> None:
     state.record(0, SchedulerStats(num_running_reqs=3), IterationStats(1000.0))
-    state.engine(0).is_gone(1001.0)
+    state.engine(0).is_gone()
     for health in (Health.STARTING, Health.LOST, Health.DEAD):
         state.engine(0).health = health
         assert value(state, "enginewire:engine_up") == 0
@@ -280,7 +280,7 @@ def record_something(state: ServerState, number: int) -> None:
     ended = finished(finish_reason=FinishReason(number % 3), e2e_latency=number / 8, decode_time=0.5)
     tokens = {"num_prompt_tokens": 6, "num_generation_tokens": 2}
     iteration = IterationStats(
-        now, **tokens, time_to_first_tokens=[number / 64], inter_token_latencies=[0.25], finished_requests=[ended]
+        now, now, **tokens, time_to_first_tokens=[number / 64], inter_token_latencies=[0.25], finished_requests=[ended]
     )
     state.record(index, report, iteration)
     state.record_unfinished(index, FinishReason.ERROR)
@@ -305,8 +305,8 @@ def test_states_of_several_processes_add_up_to_one_that_has_seen_it_all() -> Non
 def test_what_one_process_knows_is_not_lost_beside_others_that_do_not() -> None:
     """A report, and a death, may reach one of them only or first."""
     one, other = make_state(2), make_state(2)
-    one.record(0, SchedulerStats(num_running_reqs=5), IterationStats(1001.0))
-    other.record(0, SchedulerStats(num_running_reqs=2), IterationStats(1002.0))
+    one.record(0, SchedulerStats(num_running_reqs=5), IterationStats(1002.0, 7.0))  # it was late
+    other.record(0, SchedulerStats(num_running_reqs=2), IterationStats(1001.0, 8.0))
     other.engine(1).health, other.engine(1).num_deaths, other.engine(1).death = Health.DEAD, 1, "killed"
     one.engine(1).num_in_flight, other.engine(1).num_in_flight = 3, 4
     one.add(other)
@@ -323,7 +323,7 @@ def test_a_process_that_is_gone_leaves_its_counts_and_nothing_else() -> None:
     record_something(gone, 0)
     gone.engine(0).health = Health.LOST
     stays.process = {"process_cpu_seconds_total": 1.0, "process_resident_memory_bytes": 3e6}
-    stays.record(0, SchedulerStats(num_running_reqs=2), IterationStats(1000.0))
+    stays.record(0, SchedulerStats(num_running_reqs=2), IterationStats(1000.0, 5.0))
     gone.retire()
     stays.add(gone)
     assert value(stays, "vllm:generation_tokens_total") == 2

@@ -62,7 +62,7 @@ class OutputProcessor:
         """
         if message.scheduler_stats is not None:
             self.scheduler_stats = message.scheduler_stats
-        stats = None if self.stat_logger is None else IterationStats(now)
+        stats = None if self.stat_logger is None else IterationStats(now, message.timestamp)
         processed = Processed(stats=stats)
         for output in message.outputs:
             completion = self._completions.get(output.request_id)

@@ -58,6 +58,7 @@ class IterationStats:
 
     Attributes:
         timestamp: when it came, seconds of our monotonic clock.
+        engine_timestamp: when the engine sent it, seconds of the engine's monotonic clock.
         num_prompt_tokens: tokens of the prompts whose first token came.
         num_generation_tokens: new tokens.
         time_to_first_tokens: seconds from a request's arrival here to a completion's first token.
@@ -66,6 +67,7 @@ class IterationStats:
     """
 
     timestamp: float
+    engine_timestamp: float = 0.0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)

@@ -235,7 +235,7 @@ class EngineMonitor:
         state = self._state.engine(status.index)
         health = self._health(engine, now)
         if health in GONE and state.health not in GONE:
-            state.is_gone(now)
+            state.is_gone()
         state.health = health
         state.num_in_flight = status.num_in_flight
         state.num_deaths = status.num_deaths

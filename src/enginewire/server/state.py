@@ -60,7 +60,8 @@ class EngineState(Struct, kw_only=True):
         num_in_flight: completions that were sent to it and have not ended.
         block_size, num_gpu_blocks: of its KV cache; 0 until it has said.
         num_running, num_waiting, kv_cache_usage: its last report; zeros before the first, and while it is gone.
-        reported_at: when that came.
+        reported_at: when it sent that, by its own clock; 0 before the first, and while it is gone. A report goes to one
+            of several server processes, and they may be late by different times.
         finished: completions by why they ended.
     """
 
@@ -123,7 +124,7 @@ class EngineState(Struct, kw_only=True):
             self.num_running = scheduler_stats.num_running_reqs
             self.num_waiting = scheduler_stats.num_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
-            self.reported_at = iteration.timestamp
+            self.reported_at = iteration.engine_timestamp
             self.prefix_cache_queries += scheduler_stats.prefix_cache_stats.queries
             self.prefix_cache_hits += scheduler_stats.prefix_cache_stats.hits
         if iteration.num_generation_tokens:
@@ -137,10 +138,10 @@ class EngineState(Struct, kw_only=True):
         for finished in iteration.finished_requests:
             self._record_finished(finished)
 
-    def is_gone(self, now: float) -> None:
-        """Forget its last report: whatever it ran has ended."""
+    def is_gone(self) -> None:
+        """Forget its last report: whatever it ran has ended, and the next one's clock may be another."""
         self.num_running = self.num_waiting = 0
-        self.kv_cache_usage, self.reported_at = 0.0, now
+        self.kv_cache_usage = self.reported_at = 0.0
 
     def add(self, other: EngineState) -> None:
         """Add what another server process knows of the same engine."""

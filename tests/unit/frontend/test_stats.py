@@ -61,9 +61,11 @@ def send(outputs: OutputProcessor, now: float, *sent: EngineCoreOutput, timestam
 def test_times_are_counted_from_arrival_and_between_tokens(outputs: OutputProcessor, notes: Notes) -> None:
     _, (engine_id,) = add(outputs)
     send(outputs, 101.5, EngineCoreOutput(engine_id, [65]))
-    assert notes.last == IterationStats(101.5, num_prompt_tokens=6, num_generation_tokens=1, time_to_first_tokens=[1.5])
+    assert notes.last == IterationStats(
+        101.5, 1.0, num_prompt_tokens=6, num_generation_tokens=1, time_to_first_tokens=[1.5]
+    )
     send(outputs, 101.75, EngineCoreOutput(engine_id, [66, 67]))
-    assert notes.last == IterationStats(101.75, num_generation_tokens=2, inter_token_latencies=[0.25])
+    assert notes.last == IterationStats(101.75, 1.0, num_generation_tokens=2, inter_token_latencies=[0.25])
 
 
 def test_an_end_sums_the_completion_up_by_the_clocks_of_each_side(outputs: OutputProcessor, notes: Notes) -> None:
