@@ -244,6 +244,22 @@ def test_an_engine_that_cannot_start_ends_it_all_with_the_cause() -> None:
     assert "load_time_s" in failed.stderr
 
 
+def test_a_launcher_that_is_told_to_stop_while_it_starts_leaves_nothing() -> None:
+    command = [sys.executable, "-m", "enginewire", "serve", "echo", "--port", "0", *TWO]
+    command += ["--executor-option", "load_time_s=60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        launcher = psutil.Process(process.pid)
+        wait_until(lambda: len(launcher.children()) >= 5, "all processes run", timeout_s=START_S)
+        children = launcher.children(recursive=True)
+        process.terminate()
+        assert process.wait(20) == 0
+        assert process.stdout.read() == ""
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
 def test_starting_processes_answer_that_they_start() -> None:
     port = free_tcp_port()  # it has to be known before the server says it
     url = f"http://127.0.0.1:{port}"

@@ -65,10 +65,12 @@ class SharedEngines:
         on_death: Callable[[EngineDeath], None],
         answers: Callable[[int], Awaitable[bool]],
     ) -> None:
-        self.local_ranks = range(0) if config.starts_vllm else config.local_ranks
+        self.local_ranks = config.local_ranks
         self.doors: list[dict[int, Door]] = []
         self.stats_address: str | None = None
         self.deaths: list[EngineDeath] = []
+        # vLLM's come by tcp and say that they are headless, whoever starts them.
+        self._near_ranks = range(0) if config.starts_vllm else config.local_ranks
         self._config = config
         self._num_processes = num_processes
         self._on_death = on_death
@@ -166,7 +168,7 @@ class SharedEngines:
     def _open_doors(self, endpoints: Endpoints, process: int) -> dict[int, Door]:
         doors: dict[int, Door] = {}
         for index in self._config.managed_ranks:
-            wanted = endpoints.of_link(f"{index}.{process}", is_local=index in self.local_ranks)
+            wanted = endpoints.of_link(f"{index}.{process}", is_local=index in self._near_ranks)
             (inputs, input_address), (outputs, output_address) = [self._listen(endpoint) for endpoint in wanted]
             doors[index] = Door((inputs, outputs), (input_address, output_address))
         return doors
@@ -178,7 +180,7 @@ class SharedEngines:
     def _expected(self, index: int, relayed: dict[str, str]) -> Expected:
         inputs, outputs = zip(*(doors[index].addresses for doors in self.doors), strict=True)
         addresses = EngineZmqAddresses(inputs=[*inputs], outputs=[*outputs], **relayed)
-        return Expected(addresses, is_local=index in self.local_ranks)
+        return Expected(addresses, is_local=index in self._near_ranks)
 
     def _engine_spec(self, source: ExecutorSource, index: int) -> EngineSpec:
         folder = self._endpoints.folder
