@@ -17,15 +17,12 @@ import msgspec
 
 from enginewire.errors import DecodeError
 from enginewire.wire.codec import MsgpackDecoder, array_length
-from enginewire.wire.frames import START_DP_WAVE, engine_index_of
+from enginewire.wire.frames import ALL_ENGINES_LISTEN, START_DP_WAVE, engine_index_of
 from enginewire.wire.messages import EngineCoreOutputs
 from enginewire.wire.profile import V0_25, V0_32, profile_named
 from enginewire.wire.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-READY: Final = b"READY"
-"""Told to the engines when all of them listen; they wait for it before they take requests."""
 
 SCALE: Final = "SCALE_ELASTIC_EP"
 
@@ -115,7 +112,7 @@ class Coordinator:
             logger.info("all %d engines listen", self.size)
             self._changed(now)
         self.is_ready = True
-        self._to_engines([READY])
+        self._to_engines([ALL_ENGINES_LISTEN])
         if self.engines_running:
             self._start_wave(exclude=None)
 

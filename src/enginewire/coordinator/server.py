@@ -16,8 +16,11 @@ from enginewire.coordinator.core import Coordinator
 from enginewire.engine.channel import Channel
 from enginewire.transport.connections import Connections, connection_of
 from enginewire.transport.sockets import bind_publisher, bind_pull, receive_frames
+from enginewire.wire.frames import SUBSCRIBE_ALL
 
 logger = logging.getLogger(__name__)
+
+UNSUBSCRIBE_ALL: Final = b"\x00"
 
 T = TypeVar("T")
 
@@ -141,7 +144,7 @@ class CoordinatorServer:
 
     def _from_engine_subscription(self, frames: list[zmq.Frame]) -> None:
         """Count connections, not subscriptions: an engine may subscribe twice, or leave and come back (defect 29)."""
-        if frames[0].bytes[:1] != b"\x01":
+        if frames[0].bytes != SUBSCRIBE_ALL:
             return  # it leaves; its connection's end says so too
         connection = connection_of(frames[0])
         if self._subscribers.is_open(connection):
@@ -160,9 +163,9 @@ class CoordinatorServer:
 
     def _from_frontend(self, frames: list[zmq.Frame]) -> None:
         payload = frames[0].bytes
-        if payload == b"\x01":
+        if payload == SUBSCRIBE_ALL:
             self.coordinator.frontend_joined(time.monotonic())
-        elif payload != b"\x00":
+        elif payload != UNSUBSCRIBE_ALL:
             self.coordinator.asked(payload, time.monotonic())
 
     def _note_closed(self) -> None:
