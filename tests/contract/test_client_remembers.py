@@ -83,6 +83,19 @@ def test_the_next_frontend_serves_at_once(site: Site, kind: str) -> None:
         second.close()
 
 
+def test_engines_are_found_also_where_the_return_of_a_lost_one_is_not_awaited(site: Site) -> None:
+    """With ``engine_return_timeout_s=0`` the newcomer gave them up before it had looked."""
+    (engine,) = site.engines
+    first = site.start(engine_return_timeout_s=0.0)
+    engine.wait_started()
+    site.crash(first)
+    second = site.start(engine_return_timeout_s=0.0)
+    try:
+        assert_serves(second, engine)
+    finally:
+        second.close()
+
+
 def test_what_the_dead_frontend_had_running_is_aborted(site: Site) -> None:
     """Issue 4: ABORT for every unknown id seen; seen with vLLM: 801 of 900 tokens reached the newcomer."""
     (engine,) = site.engines

@@ -389,7 +389,7 @@ class Lookout:
         """Await an engine that was another client's, on the link it has: it takes requests once it answers there."""
         self._introduce(engine, ready)
         engine.is_haunted = True
-        self._await_return(engine, now)
+        self._await_return(engine, now, self._config.ready_timeout_s)  # as long as the start of any other
         self._engines.is_away(engine)
 
     def _introduce(self, engine: Engine, ready: Ready) -> None:
@@ -406,14 +406,13 @@ class Lookout:
         self._give_up_at[engine.index] = math.inf if limit is None else now + max(limit, at_least_s)
 
     def _give_up(self, engine: Engine) -> None:
-        death = engine.death
-        assert death is not None
+        cause = engine.death.cause if engine.death is not None else "an earlier frontend had it"
         limit = self._config.engine_return_timeout_s
         if (startup := self._starting.pop(engine.index, None)) is not None:
             why = f"another process took its place and is not ready: {startup.missing()}"
         else:
             why = f"it did not return within {limit:g} s"
-        self._engines.given_up(EngineDeath(engine.index, f"{death.cause}; {why}"))
+        self._engines.given_up(EngineDeath(engine.index, f"{cause}; {why}"))
 
     def _ask_for_losses(self, engine: Engine) -> None:
         """Ask an engine which requests it knows, after a message was dropped that nobody could read.
