@@ -213,3 +213,13 @@ def test_two_nodes_with_servers_and_engines_of_their_own_serve_each_by_itself(ho
         for served, ranks in ((one, {"0", "1"}), (other, {"2", "3"})):
             assert served.complete().status_code == 200
             assert set(served.running()) == ranks
+
+
+def test_a_server_that_is_started_again_finds_the_engines_on_the_other_host(hosts: tuple[Host, Host]) -> None:
+    near, far = hosts
+    words = ("-dp", "2", "-dpl", "0")
+    with engines(far, near, "-dp", "2", "-dpl", "2"):
+        for _ in range(2):
+            with server(near, *words) as served:
+                wait_until(served.is_ready, PATIENCE_S, "readiness")
+                assert served.complete().json()["choices"][0]["text"] == "hello"

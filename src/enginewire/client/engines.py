@@ -103,6 +103,11 @@ class Link:
             self._input_lost_at = now
         return is_output_lost or now - self._input_lost_at > LAST_OUTPUTS_S
 
+    @property
+    def num_closed(self) -> int:
+        """How many connections have ended so far."""
+        return sum(watch.num_closed for watch in self._watches)
+
     def close(self) -> None:
         """Close both sockets. Called by the receiver, which holds the send lock."""
         for watch in self._watches:

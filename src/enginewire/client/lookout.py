@@ -41,6 +41,7 @@ from enginewire.transport.sockets import receive_message, send_message
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import engine_index_of
 from enginewire.wire.handshake import HandshakeMessage
+from enginewire.wire.messages import EngineCoreOutputs, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ class Lookout:
         self._newcomers: dict[int, list[bytes]] = {}
         """HELLOs of ranks that have an engine, or had one."""
         self._give_up_at: dict[int, float] = {}
-        self._ended: deque[tuple[Engine, frozenset[str]]] = deque()
-        """Requests that an engine does not know any longer, and whose end was not heard of."""
+        self._news: deque[EngineCoreOutputs] = deque()
+        """For the consumer, next time."""
         self._handshake_decoder = MsgpackDecoder(HandshakeMessage)
 
     def look(self, now: float) -> list[Arrival]:
@@ -279,9 +280,8 @@ class Lookout:
             self._await_return(engine, now)
             if self._balancer is not None:
                 self._balancer.removed(engine.index)
-        while self._ended:
-            engine, ended = self._ended.popleft()
-            arrivals.append(failures(engine, ended, LAST_OUTPUT_DROPPED))
+        while self._news:
+            arrivals.append(self._news.popleft())
         return arrivals
 
     def _act_on(self, engine: Engine, now: float) -> None:
@@ -301,7 +301,7 @@ class Lookout:
         elif engine.state is not EngineState.DEAD and now > self._give_up_at[index]:
             self._give_up(engine)
         elif engine.state is EngineState.LOST and index not in self._starting:
-            self._abort_stale(engine, now, functools.partial(self._restored, engine))
+            self._abort_stale(engine, now, functools.partial(self._restored, engine, engine.link.num_closed))
 
     def _abort_stale(self, engine: Engine, now: float, then: Callable[[], None]) -> None:
         """Abort what an engine may still be running for nobody; the answer to a ping behind that says that it has."""
@@ -323,8 +323,18 @@ class Lookout:
             ping.calls.append(call)
             ping.ask_again = now + ANSWER_S
 
-    def _restored(self, engine: Engine) -> None:
-        """Take an engine back that answers again on its old link: it was never gone, its connection was."""
+    def _restored(self, engine: Engine, num_closed: int) -> None:
+        """Take an engine back that answers again on its old link: it was never gone, its connection was.
+
+        Not if another connection has ended since it was asked (``num_closed`` of them then): a host that is back
+        delivers the question with what the lost connection had left in its system's buffers.
+        """
+        if engine.link.num_closed != num_closed:
+            return
+        # Late reports may have come of what it has just aborted, and a later one may have gone to a frontend that it
+        # took for gone: nothing runs there for us.
+        engine.load.report(0, 0)
+        self._news.append(EngineCoreOutputs(engine.index, scheduler_stats=SchedulerStats()))
         engine.link.settle()
         self._engines.became_ready(engine)
 
@@ -428,7 +438,7 @@ class Lookout:
 
     def _note_known(self, engine: Engine, asked: frozenset[str], answer: concurrent.futures.Future[list[str]]) -> None:
         if answer.exception() is None:
-            self._ended.append((engine, asked.difference(answer.result())))
+            self._news.append(failures(engine, asked.difference(answer.result()), LAST_OUTPUT_DROPPED))
         else:
             logger.warning("a message was dropped, and the engine cannot say whether it ended a request")
 

@@ -23,10 +23,12 @@ class PeerWatch:
 
     Attributes:
         events: readable when something has happened.
+        num_closed: how many connections, anybody's, have ended so far.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self.num_closed = 0
         self.events = socket.get_monitor_socket(EVENTS)
         self._open: set[int] = set()
         self._peer: set[int] = set()
@@ -62,6 +64,7 @@ class PeerWatch:
                 if self._is_settled and not self._peer:
                     self._peer.add(descriptor)
             else:
+                self.num_closed += 1
                 self._open.discard(descriptor)
                 self._is_lost = self._is_lost or descriptor in self._peer
 
