@@ -24,7 +24,7 @@ from raw_engine import ABORT, ADD, READY_0_25, UTILITY, RawEngine, pack
 from tcp_proxy import TcpProxy
 
 from client_harness import PATIENCE_S, Face, make_client, mock_config, mp_client, request
-from enginewire import EngineDeadError, FinishReason
+from enginewire import LLM, EngineDeadError, EngineGenerateError, FinishReason, SamplingParams
 from enginewire.errors import EngineClientError, EngineStartupTimeout, EngineUnavailableError, UtilityCallError
 from enginewire.testing import free_tcp_port, wait_until
 
@@ -411,6 +411,29 @@ def test_a_dropped_connection_is_a_lost_request_and_not_a_short_one(kind: str) -
         engine.answer(engine.next(UTILITY), False)
         wait_until(lambda: is_serving(face), PATIENCE_S, "return")
         assert_serves(face, engine)
+
+
+def test_a_request_that_ends_by_length_too_early_has_lost_outputs() -> None:
+    """Defect 37: a gap that nobody noticed is an error, not a short result; an early end for another reason is none."""
+    port = free_tcp_port()
+    with RawEngine(port) as engine:
+
+        def answer() -> None:
+            engine.start()
+            for finish_reason in (1, 0):
+                request_id = engine.next(ADD)[0]
+                engine.token(request_id, 7)
+                engine.token(request_id, 8, finish_reason=finish_reason)
+
+        thread = threading.Thread(target=answer, name="raw-engine")
+        thread.start()
+        with LLM("echo", data_parallel_size_local=0, data_parallel_rpc_port=port) as llm:
+            five = SamplingParams(max_tokens=5, temperature=0)
+            with pytest.raises(EngineGenerateError, match="outputs were lost: it ended by length with 2 tokens"):
+                llm.generate([[1, 2, 3]], five)
+            (output,) = llm.generate([[1, 2, 3]], five)
+            assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([7, 8], "stop")
+        thread.join()
 
 
 def is_serving(face: Face) -> bool:
