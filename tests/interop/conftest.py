@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from environments import VERSIONS, Environment, ensure, interop_folder
-from processes import ENGINE_FLAGS, Runner, expect_ready
-from texts import Texts, greedy_texts
+from processes import Runner
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 900
@@ -42,11 +41,3 @@ def vllm(request: pytest.FixtureRequest) -> Environment:
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """What starts processes. Their logs are in pytest's temporary folder."""
     return Runner(tmp_path_factory.mktemp("logs"))
-
-
-@pytest.fixture(scope="session")
-def vllm_texts(vllm: Environment, runner: Runner) -> Texts:
-    """What vLLM's own server answers greedily, on the engine settings that we use."""
-    with runner.vllm_server(vllm, *ENGINE_FLAGS) as (server, url):
-        expect_ready(f"{url}/health", server)
-        return greedy_texts(url, str(vllm.model))

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from deployment import Deployment
+from deployment import SETTLE_S, Deployment
 from environments import Environment
-from processes import Runner, expect_ready, poll_until
+from processes import ENGINE_FLAGS, Runner, expect_ready, poll_until
 from texts import Texts, greedy_texts, sdk
 
+from enginewire import LLM, SamplingParams
+from enginewire.errors import UtilityCallError
 from enginewire.testing import free_tcp_port
+from enginewire.wire.messages import LoRARequest
 
 pytestmark = pytest.mark.core
 
@@ -34,21 +37,24 @@ class DrivenVLLM(Deployment):
 
     def __init__(self, vllm: Environment, runner: Runner, stack: contextlib.ExitStack) -> None:
         self.model = vllm.model.name
-        self._vllm, self._runner, self._stack = vllm, runner, stack
-        self._port = free_tcp_port()
+        self.vllm, self._runner, self._stack = vllm, runner, stack
+        self.port = free_tcp_port()
         self.start_server()  # it comes first here, and the order does not matter
         self.start_engine()
 
     def start_server(self, *args: str) -> None:
         """Start our server, for an engine elsewhere."""
-        where = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self._port)]
-        serving = self._runner.serve(self._vllm.model, "--data-parallel-size-local", "0", *where, *args)
+        where = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self.port)]
+        serving = self._runner.serve(self.vllm.model, "--data-parallel-size-local", "0", *where, *args)
         self.server, self.url = self._stack.enter_context(serving)
 
     def start_engine(self) -> None:
-        """Start the engine and wait until the server has it."""
-        engine = self._runner.headless_vllm(self._vllm, self._port, "--max-logprobs", "100")
+        """Start the engine."""
+        engine = self._runner.headless_vllm(self.vllm, self.port, "--max-logprobs", "100")
         self.engine = self._stack.enter_context(engine)
+
+    def expect_ready(self) -> None:
+        """Wait until the server has the engine."""
         expect_ready(f"{self.url}/ready", self.server, self.engine)
 
     def kill_engine(self) -> None:
@@ -58,10 +64,25 @@ class DrivenVLLM(Deployment):
 
 
 @pytest.fixture(scope="module")
-def served(vllm: Environment, vllm_texts: Texts, runner: Runner) -> Iterator[DrivenVLLM]:
-    """Our server and one engine."""
+def launched(vllm: Environment, runner: Runner) -> Iterator[DrivenVLLM]:
+    """Our server and one engine, which need a minute to start."""
     with contextlib.ExitStack() as stack:
         yield DrivenVLLM(vllm, runner, stack)
+
+
+@pytest.fixture(scope="module")
+def vllm_texts(launched: DrivenVLLM, vllm: Environment, runner: Runner) -> Texts:
+    """What vLLM's own server answers greedily, on the same engine settings; asked for while ours starts."""
+    with runner.vllm_server(vllm, *ENGINE_FLAGS) as (server, url):
+        expect_ready(f"{url}/health", server, launched.engine)
+        return greedy_texts(url, str(vllm.model))
+
+
+@pytest.fixture(scope="module")
+def served(launched: DrivenVLLM, vllm_texts: Texts) -> DrivenVLLM:
+    """The same, ready."""
+    launched.expect_ready()
+    return launched
 
 
 @pytest.fixture
@@ -329,6 +350,7 @@ def test_sigkill_of_the_engine_fails_what_runs_within_two_seconds(served: Driven
 def engine_restarted(served: DrivenVLLM) -> None:
     """A new engine, where one was killed."""
     served.start_engine()
+    served.expect_ready()
 
 
 @pytest.mark.usefixtures("engine_restarted")
@@ -337,3 +359,61 @@ def test_a_restarted_engine_brings_service_back(served: DrivenVLLM, vllm_texts: 
     assert served.server.process.poll() is None
     assert greedy_texts(served.url, served.model) == vllm_texts
     assert served.num_running() == 0
+
+
+@pytest.mark.usefixtures("engine_restarted")
+def test_the_offline_class_takes_the_engine_over(served: DrivenVLLM) -> None:
+    """``LLM`` with the same settings, after our server has ended in order; and what only it has calls for."""
+    served.server.process.terminate()
+    assert served.server.process.wait(SETTLE_S) == 0
+    settings = {"data_parallel_size_local": 0, "data_parallel_rpc_port": served.port}
+    with LLM(served.vllm.model, engine="vllm", **settings) as llm:
+        greedy = SamplingParams(max_tokens=8, temperature=0)
+        capital, sum_ = llm.generate(["The capital of France is", "Two plus two is"], greedy, priority=1)
+        assert "Paris" in capital.outputs[0].text
+        assert len(sum_.outputs[0].token_ids) == 8
+        with pytest.raises(UtilityCallError, match="LoRA is not enabled"):
+            llm.add_lora(LoRARequest(lora_name="x", lora_int_id=1, lora_path="/nowhere"))
+        with pytest.raises(UtilityCallError, match="no_such_method"):
+            llm.collective_rpc("no_such_method")
+        assert llm.is_sleeping() is False
+        assert llm.generate("The capital of France is", greedy)[0].outputs[0].text == capital.outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def server_restarted(served: DrivenVLLM) -> float:
+    """A new server, where one was killed with requests running; when it was launched."""
+    served.start_server()
+    expect_ready(f"{served.url}/ready", served.server, timeout_s=60)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(served.streaming(max_tokens=1000))
+        served.expect_running(4)
+        served.server.kill()
+    launched = time.monotonic()
+    served.start_server("--set", "engine_return_timeout_s=0")
+    return launched
+
+
+def test_a_restarted_server_finds_its_engine_and_ends_what_the_dead_one_left(
+    served: DrivenVLLM, server_restarted: float
+) -> None:
+    """The engine sends no HELLO: it reconnects to the same ports, and is asked."""
+    expect_ready(f"{served.url}/ready", served.server, timeout_s=30)
+    assert time.monotonic() - server_restarted < 30
+    served.expect_running(0, 5)  # four times a thousand tokens take longer
+    with sdk(served.url) as client:
+        answer = client.chat.completions.create(model=served.model, messages=CHAT, max_tokens=16, temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.usefixtures("server_restarted")
+def test_an_engine_whose_return_is_not_awaited_is_dead(served: DrivenVLLM) -> None:
+    """/health is 503 too."""
+    with served.streaming(max_tokens=1000) as lines:
+        served.expect_running(1)
+        served.kill_engine()
+        end = [line for line in lines if line][-1]
+    assert "engine 0" in json.loads(end.removeprefix("data: "))["error"]["message"]
+    for path in ("/ready", "/health"):
+        poll_until(lambda path=path: httpx.get(f"{served.url}{path}").status_code == 503, 2, f"{path} 503")
