@@ -177,6 +177,21 @@ class EngineConfig:
         return self.managed_ranks[: self.data_parallel_size_local]
 
     @property
+    def other_ranks(self) -> range:
+        """Ranks of other nodes that come here first, to meet: lock-step engines with frontends of their own."""
+        is_first = not self.managed_ranks.start and self._has_frontends_elsewhere
+        return range(self.managed_ranks.stop, self.data_parallel_size) if is_first else range(0)
+
+    @property
+    def meets_at_rank_0(self) -> bool:
+        """Whether this node's engines go to the one of rank 0 first, to meet the others (protocol B.6)."""
+        return self.managed_ranks.start > 0 and self._has_frontends_elsewhere
+
+    @property
+    def _has_frontends_elsewhere(self) -> bool:
+        return self.data_parallel_lock_step and (self.data_parallel_external_lb or self.data_parallel_hybrid_lb)
+
+    @property
     def starts_engines(self) -> bool:
         """Whether the client starts engine processes, rather than waiting for ones started elsewhere."""
         return bool(self.data_parallel_size_local)

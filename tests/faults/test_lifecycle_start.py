@@ -19,7 +19,7 @@ import pytest
 
 from client_harness import MP_FACES, Face, echo_face, fake_python, make_client, request
 from enginewire import ConfigError, EngineConfig, EngineStartupError, ModelError
-from enginewire.client import engines, lookout, mp, resources
+from enginewire.client import engines, launch, lookout, mp, resources
 from enginewire.client.async_mp import AsyncMPClient
 from enginewire.client.sync_mp import SyncMPClient
 from enginewire.errors import EncodeError, EngineStartupTimeout
@@ -200,7 +200,7 @@ def test_a_constructor_that_fails_anywhere_leaves_nothing(
         case "context":
             monkeypatch.setattr(resources, "make_context", _fail)
         case _:
-            monkeypatch.setattr(mp, point, _fail)
+            monkeypatch.setattr(launch, point, _fail)
     config = EngineConfig.create("echo", forward_engine_log=False)
     with pytest.raises(ZeroDivisionError, match="here"):
         Face(kind, lambda: make_client(kind, config))

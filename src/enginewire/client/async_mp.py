@@ -207,6 +207,8 @@ class _Receiver:
         self._links: tuple[Link, ...] = ()
         self._descriptors: dict[Link, list[int]] = {}
         self._read_links()
+        if self._lookout.coordination is not None:
+            loop.add_reader(self._lookout.coordination.descriptor, self._look)
         self._timer = loop.call_later(LOOK_S, self._look)
 
     def _read_links(self) -> None:
@@ -306,6 +308,8 @@ class _Receiver:
         self._stopped = True
         if not self.loop.is_closed():
             self._timer.cancel()
+            if self._lookout.coordination is not None:
+                self.loop.remove_reader(self._lookout.coordination.descriptor)
             for descriptors in self._descriptors.values():
                 for descriptor in descriptors:
                     self.loop.remove_reader(descriptor)

@@ -22,12 +22,14 @@ from typing import Any, Final
 import zmq
 
 from enginewire.client.balancer import LoadBalancer
+from enginewire.client.coordination import CoordinatorLink
 from enginewire.client.engines import Engine, Engines, EngineState, Link
 from enginewire.client.inbox import Arrival, Inbox, failures
 from enginewire.client.outbox import Outbox
+from enginewire.client.reception import Reception
 from enginewire.client.remembered import Memory
 from enginewire.client.resources import BackgroundResources
-from enginewire.client.startup import EngineStartup, Ready, Reception, apply_ready_responses, is_of
+from enginewire.client.startup import EngineStartup, Ready, apply_ready_responses, is_of
 from enginewire.client.utilities import PING, Call
 from enginewire.config import EngineConfig
 from enginewire.errors import (
@@ -48,7 +50,9 @@ logger = logging.getLogger(__name__)
 ANSWER_S: Final = 1.0
 """How long an engine that is said to be dead has to show that it is not."""
 
-CONNECTION_LOST: Final = "the connection to it was lost; its process ended, or its host is gone or silent"
+CONNECTION_LOST: Final = (
+    "the connection to it was lost; its process ended, or its host is gone or silent; its log is on that host"
+)
 REPORTED_DEATH: Final = "it reported a fatal error"
 LAST_OUTPUT_DROPPED: Final = f"{INTERNAL_PREFIX}its last output could not be decoded and was dropped"
 
@@ -113,7 +117,11 @@ class Lookout:
         self._reception = reception
         self._balancer = balancer
         self._memory = memory
+        self.coordination: CoordinatorLink | None = None
+        """To the coordinator, if there is one; what it publishes is taken in along with the rest."""
         self._pings: dict[int, _Ping] = {}
+        self._disconnected: set[int] = set()
+        """Engines of ours that have lost a connection."""
         self._starting: dict[int, EngineStartup] = {}
         self._newcomers: dict[int, list[bytes]] = {}
         """HELLOs of ranks that have an engine, or had one."""
@@ -134,6 +142,8 @@ class Lookout:
         if self._resources.closing:
             return []
         self._outbox.release_sent()
+        if self.coordination is not None:
+            self.coordination.take()
         for link in self._inbox.links:
             self._read_input(link)
         self._read_handshake()
@@ -189,7 +199,7 @@ class Lookout:
                 if engine.is_ours:
                     self._expect_death(engine, REPORTED_DEATH)
                 else:
-                    self._suspect(engine, f"{REPORTED_DEATH}; its log is on the host where it runs", now + ANSWER_S)
+                    self._suspect(engine, f"{REPORTED_DEATH}; its log is on its host", now + ANSWER_S)
         for link in self._inbox.links:
             if link.has_lost_peer(now):  # always asked: a monitor that nobody drains stops ZeroMQ
                 self._connection_lost(link, now)
@@ -197,7 +207,9 @@ class Lookout:
     def _connection_lost(self, link: Link, now: float) -> None:
         """Take the loss of a connection for an engine's loss: outputs may be lost with it, and nobody would know."""
         for engine in link.engines:
-            if engine.is_ours:
+            if engine.is_ours and engine.index not in self._disconnected:
+                self._disconnected.add(engine.index)  # its last word may still be on its way over the other socket
+            elif engine.is_ours:
                 sign = "the connection to it was lost"
                 if not self._config.starts_vllm:  # of its two processes the one that is watched ends seconds later
                     sign += f", as by an output beyond max_frame_bytes ({self._config.max_frame_bytes})"

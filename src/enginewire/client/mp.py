@@ -8,51 +8,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
 from enginewire.client.balancer import make_balancer
 from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
-from enginewire.client.engines import Engine, Engines, EngineState, Link
+from enginewire.client.engines import Engine, Engines, EngineState
 from enginewire.client.inbox import Inbox
-from enginewire.client.lookout import Lookout
+from enginewire.client.launch import Launch
 from enginewire.client.outbox import Outbox
-from enginewire.client.remembered import Memory, RememberedEngine
+from enginewire.client.remembered import Memory
 from enginewire.client.resources import BackgroundResources, closed_error
-from enginewire.client.startup import EngineStartup, Reception, wait_for_engines
 from enginewire.client.utilities import Call, Waiter, fail
 from enginewire.config import EngineConfig
-from enginewire.engine.spec import EngineSpec
 from enginewire.errors import (
     DuplicateRequestIdError,
     EngineClientError,
     EngineDeath,
-    EngineStartupTimeout,
     EngineUnavailableError,
     InvalidRequestError,
     UtilityCallError,
 )
-from enginewire.host.executor_source import ExecutorSource, executor_source
-from enginewire.host.launcher import LAST_WORDS_S, EngineManager
-from enginewire.host.manager import CoreEngineProcManager
-from enginewire.transport.endpoints import choose_endpoints
-from enginewire.transport.sockets import bind_also, bind_router, receive_message
-from enginewire.wire.frames import engine_identity
+from enginewire.host.launcher import LAST_WORDS_S
 from enginewire.wire.messages import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
-
-FIND_S: Final = 5.0
-"""How long a new frontend waits for all engines of an earlier one, once some are there: they connect again within three
-seconds."""
-
-FIND_POLL_MS: Final = 50
 
 W = TypeVar("W", bound=Waiter)
 
@@ -121,152 +104,10 @@ class MPClient(EngineCoreClient):
             raise
 
     def _start(self, executor_class: ExecutorChoice, client_addresses: Mapping[str, Any] | None) -> None:
-        """Bind, launch, shake hands. Whatever fails here is cleaned up by the caller."""
-        config, resources = self.config, self.resources
-        launches = client_addresses is None and config.starts_engines
-        # Before a folder is made: this may import much, and who is killed meanwhile should leave nothing behind.
-        source = executor_source(executor_class or config.executor) if launches else None
-        started = time.monotonic()
-        max_model_len = config.max_model_len
-        reception: Reception | None = None
-        memory: Memory | None = None
-        remembered: dict[int, RememberedEngine] = {}
-        if client_addresses is None:
-            resources.endpoints = choose_endpoints(config)
-            handshakes = self._bind_handshake(resources.endpoints.handshakes)
-            memory = self._memory_at(handshakes[-1])
-            remembered = {} if memory is None else memory.recall()
-            addresses = {index: (engine.input, engine.output) for index, engine in remembered.items()}
-            reception = Reception(resources.context, config, resources.endpoints, addresses)
-            for index in config.managed_ranks:
-                is_ours = index in config.local_ranks
-                self.engines.add(Engine(index, reception.open_link(index), is_ours=is_ours))
-            if source is not None:
-                specs = [self._engine_spec(source, index, handshakes[0]) for index in config.local_ranks]
-                resources.engine_manager = CoreEngineProcManager(specs, forward_log=config.forward_engine_log)
-            if any(not engine.is_ours for engine in self.engines):
-                logger.info("waiting for engines that are started elsewhere, on %s", handshakes[-1])
-        else:
-            self._open_given_links(client_addresses)
-        self.inbox.links = tuple(dict.fromkeys(engine.link for engine in self.engines))
-        # Engines that were another client's are on their links already, or will be, and say nothing.
-        known: Mapping[int, bytes] = (client_addresses or {}).get("ready_responses", {})
-        if memory is not None:
-            at_home = {engine.link.input_address for engine in self.engines}
-            known = {index: engine.ready for index, engine in remembered.items() if engine.input in at_home}
-        expected = {
-            engine.index: None
-            if reception is None or engine.index in known
-            else reception.expected(engine.index, engine.link)
-            for engine in self.engines
-        }
-        startup = EngineStartup(expected, max_model_len=max_model_len)
-        for index, payload in known.items():
-            startup.on_ready_response(engine_identity(index), payload)
-        manager = resources.engine_manager
-        others = wait_for_engines(
-            startup,
-            resources.handshake_socket,
-            self.engines,
-            started=started,
-            ready_timeout_s=config.ready_timeout_s,
-            hello_timeout_s=config.hello_timeout_s,
-            first_death=manager.first_death if manager else lambda: None,
-            log_tail=lambda: manager.log_tail(config.local_ranks[0]) if manager else (),
-            not_awaited=known,
-        )
-        self.lookout = Lookout(
-            config,
-            self.engines,
-            self.inbox,
-            self.outbox,
-            resources,
-            max_model_len=max_model_len,
-            reception=reception,
-            balancer=self._balancer,
-            memory=memory,
-        )
-        for frames in others:
-            self.lookout.take_handshake(frames)
-        for engine in self.engines:
-            ready = startup.ready_of(engine.index)
-            if engine.index in known:
-                self.lookout.remember(engine, ready, time.monotonic())
-            else:
-                self.lookout.welcome(engine, ready)
-        if memory is not None:
-            self._find_again(started)
-        self._memory = memory
-
-    def _find_again(self, started: float) -> None:
-        """Wait for the engines of an earlier frontend; when one is there, not long for the others.
-
-        Raises:
-            EngineStartupTimeout: none of them answers, and none was restarted.
-        """
-        poller = zmq.Poller()
-        for socket in (self.resources.handshake_socket, *(link.output_socket for link in self.inbox.links)):
-            poller.register(socket, zmq.POLLIN)
-        began = time.monotonic()
-        while len(self.engines.ready) < len(self.engines):
-            poller.poll(FIND_POLL_MS)
-            for link in self.inbox.links:
-                with contextlib.suppress(zmq.Again):
-                    while True:  # outputs are for the frontend that was here before; answers are sorted out
-                        self.inbox.sort(link, receive_message(link.output_socket))
-            now = time.monotonic()
-            self.lookout.look(now)
-            if self.engines.ready and now - began > FIND_S:
-                return
-            if now - started > self.config.ready_timeout_s:
-                raise EngineStartupTimeout(
-                    f"none of the engines of an earlier frontend answered within {self.config.ready_timeout_s:g} s, "
-                    "and none was restarted; start them again, or raise ready_timeout_s",
-                    stage="ready",
-                )
-
-    def _open_given_links(self, client_addresses: Mapping[str, Any]) -> None:
-        """Bind where somebody else has told engines to come."""
-        ranks = self.config.managed_ranks
-        manager: EngineManager | None = client_addresses.get("engine_manager")
-        self.resources.engine_manager = manager
-        if "inputs" in client_addresses:
-            pairs = list(zip(client_addresses["inputs"], client_addresses["outputs"], strict=True))
-        else:
-            pairs = [(client_addresses["input_address"], client_addresses["output_address"])] * len(ranks)
-        links: dict[tuple[str, str], Link] = {}
-        for index, pair in zip(ranks, pairs, strict=True):
-            if pair not in links:
-                links[pair] = Link(self.resources.context, self.config, pair)
-            self.engines.add(Engine(index, links[pair], is_ours=manager is not None and manager.has(index)))
-
-    def _memory_at(self, handshake: str) -> Memory | None:
-        """Return the memory of engines that are started elsewhere; they only find a port that stays the same."""
-        config = self.config
-        has_remote = len(config.local_ranks) < len(config.managed_ranks)
-        return Memory(handshake) if has_remote and config.data_parallel_rpc_port else None
-
-    def _bind_handshake(self, endpoints: Sequence[str]) -> list[str]:
-        """Bind the handshake socket, which is read for the client's life; return its addresses."""
-        first, *others = endpoints
-        socket, address = bind_router(self.resources.context, first, self.config.max_frame_bytes)
-        self.resources.handshake_socket = socket
-        return [address, *(bind_also(socket, endpoint) for endpoint in others)]
-
-    def _engine_spec(self, source: ExecutorSource, index: int, handshake: str) -> EngineSpec:
-        endpoints = self.resources.endpoints
-        return EngineSpec(
-            config=self.config,
-            log_stats=self.config.log_stats,
-            executor=source.reference,
-            executor_pickle=source.pickled,
-            sys_path=[str(Path(entry or ".").absolute()) for entry in sys.path],
-            engine_index=index,
-            handshake_address=handshake,
-            local=True,
-            headless=False,
-            cleanup_paths=[endpoints.folder] if endpoints is not None and endpoints.folder else [],
-        )
+        """Bring the engines up. Whatever fails here is cleaned up by the caller."""
+        launch = Launch(self.config, self.engines, self.inbox, self.outbox, self.resources, self._balancer)
+        self.lookout = launch.run(executor_class, client_addresses)
+        self._memory = launch.memory
 
     # Death.
 
@@ -340,15 +181,21 @@ class MPClient(EngineCoreClient):
         for engine in self.engines:
             if request.request_id in engine.live:
                 raise DuplicateRequestIdError(request.request_id)
+        coordination = self.lookout.coordination
+        if coordination is not None:
+            request.current_wave = coordination.wave
         while True:
             engine = self._engine_for(request)
             try:
                 self.outbox.add(engine, request)
-                return
             except zmq.ZMQError as exc:
                 error = self._unreachable(engine, exc)
                 if request.data_parallel_rank is not None or not self.engines.ready:
                     raise error from exc
+            else:
+                if coordination is not None:
+                    coordination.first_request(engine)
+                return
 
     def _engine_for(self, request: EngineCoreRequest) -> Engine:
         """Choose the engine that gets a request: the one that it names, or the load balancer's choice (C-51)."""
@@ -442,6 +289,10 @@ class MPClient(EngineCoreClient):
             return self.engines.death.exception()
         death = self.engines.first_loss() if engine is None else engine.death
         return EngineUnavailableError(death or EngineDeath(engine.index if engine else 0, "it is not ready yet"))
+
+    def dp_engines_running(self) -> bool:
+        coordination = self.lookout.coordination
+        return coordination is not None and coordination.engines_running
 
     def __repr__(self) -> str:
         state = "closed" if self.resources.closed else "dead" if self.engine_dead else "ready"

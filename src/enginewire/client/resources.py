@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
+from enginewire.coordinator import DPCoordinator
 from enginewire.errors import ClientClosedError
 from enginewire.host.launcher import EngineManager
 from enginewire.transport.endpoints import Endpoints
@@ -43,6 +44,7 @@ class BackgroundResources:
         self.send_lock = threading.RLock()
         self.endpoints: Endpoints | None = None
         self.engine_manager: EngineManager | None = None
+        self.coordinator: DPCoordinator | None = None
         self.stop_receiver: Callable[[], bool] | None = None
         self.on_closed: Callable[[Callable[[], BaseException]], None] | None = None
         self.closing = False
@@ -79,6 +81,8 @@ class BackgroundResources:
             # Receiving goes on meanwhile: engines that drain still send outputs.
             if self.engine_manager is not None:
                 self.engine_manager.shutdown(self._stop_after_s if timeout is None else timeout)
+            if self.coordinator is not None:
+                self.coordinator.shutdown()
             self.closed = True
             if self.on_closed is not None:
                 self.on_closed(closed_error)

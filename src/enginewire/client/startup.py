@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,10 +15,9 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from enginewire.client.engines import Engine, Link
+from enginewire.client.engines import Engine
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, EngineStartupTimeout, startup_error
-from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
@@ -48,11 +46,13 @@ class Expected:
     Attributes:
         addresses: what INIT tells it.
         is_local: it was started by this process and says so; otherwise it must say that it is headless.
+        is_other_nodes: neither: it has a frontend of its own, and comes here only to meet the other ranks.
         parallel_config: of lock-step engines, see protocol B.2.
     """
 
     addresses: EngineZmqAddresses
     is_local: bool
+    is_other_nodes: bool = False
     parallel_config: Mapping[str, Any] | None = None
 
     def init(self) -> bytes:
@@ -62,9 +62,10 @@ class Expected:
 
     def check(self, index: int, message: HandshakeMessage) -> None:
         """Refuse an engine that was started for something else. Raises :class:`EngineStartupError`."""
-        if message.local == self.is_local and (self.is_local or message.headless):
+        is_headless = not self.is_local and not self.is_other_nodes
+        if message.local == self.is_local and (self.is_local or message.headless is is_headless):
             return
-        expected = "local=True" if self.is_local else "local=False, headless=True"
+        expected = "local=True" if self.is_local else f"local=False, headless={is_headless}"
         raise EngineStartupError(
             f"engine {index} says local={message.local}, headless={message.headless}, expected {expected}; was it "
             "started for another deployment?",
@@ -95,56 +96,15 @@ class _Progress:
     said_hello: bool = False
     said_ready: bool = False
     response: Ready | None = None
+    is_other_nodes: bool = False
 
     @property
     def missing(self) -> str | None:
         if not self.said_hello:
             return "has not said HELLO"
-        if not self.said_ready or self.response is None:
+        if not self.said_ready or (self.response is None and not self.is_other_nodes):
             return "has said HELLO and is not ready"
         return None
-
-
-class Reception:
-    """Where engines are received: makes a link for each incarnation, and knows what to tell it.
-
-    Args:
-        context: for the links' sockets.
-        config: of the client.
-        endpoints: where links are bound.
-        known: addresses of links at which engines may be already, by rank.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        config: EngineConfig,
-        endpoints: Endpoints,
-        known: Mapping[int, tuple[str, str]],
-    ) -> None:
-        self._known = known
-        self._context = context
-        self._config = config
-        self._endpoints = endpoints
-        self._local_ranks = () if config.starts_vllm else config.local_ranks
-        self._incarnations: Counter[int] = Counter()
-
-    def open_link(self, index: int) -> Link:
-        """Bind a link for the next incarnation of an engine. Raises :class:`OSError`."""
-        self._incarnations[index] += 1
-        if self._incarnations[index] == 1 and index in self._known:
-            try:
-                return Link(self._context, self._config, self._known[index])
-            except OSError as exc:
-                logger.warning("engine %d of an earlier frontend is not looked for: %s", index, exc.strerror)
-        name = f"{index}.{self._incarnations[index]}"
-        addresses = self._endpoints.of_link(name, is_local=index in self._local_ranks)
-        return Link(self._context, self._config, addresses)
-
-    def expected(self, index: int, link: Link) -> Expected:
-        """Say what is agreed with the incarnation of an engine that gets this link."""
-        addresses = EngineZmqAddresses(inputs=[link.input_address], outputs=[link.output_address])
-        return Expected(addresses, is_local=index in self._local_ranks)
 
 
 class EngineStartup:
@@ -159,7 +119,13 @@ class EngineStartup:
     def __init__(self, expected: Mapping[int, Expected | None], *, max_model_len: int | None = None) -> None:
         self._expected = {index: agreed for index, agreed in expected.items() if agreed is not None}
         self._max_model_len = max_model_len
-        self._engines = {index: _Progress(agreed is None, agreed is None) for index, agreed in expected.items()}
+        self._engines = {
+            index: _Progress(
+                agreed is None, agreed is None, is_other_nodes=agreed is not None and agreed.is_other_nodes
+            )
+            for index, agreed in expected.items()
+        }
+        self._hashes: dict[int, str] = {}
         self._handshake = MsgpackDecoder(HandshakeMessage)
 
     @property
@@ -203,6 +169,7 @@ class EngineStartup:
             engine.said_hello = True
             return self._expected[index].init()
         if message.status == "READY" and engine.said_hello and not engine.said_ready:
+            self._check_hash(index, message)
             engine.said_ready = True
             return None
         raise EngineStartupError(
@@ -211,6 +178,18 @@ class EngineStartup:
             stage="hello" if message.status == "HELLO" else "ready",
             engine_index=index,
         )
+
+    def _check_hash(self, index: int, message: HandshakeMessage) -> None:
+        """Refuse ranks in lock-step that were configured differently: they have to agree with each other (B.5)."""
+        if isinstance(message.parallel_config_hash, str):
+            self._hashes[index] = message.parallel_config_hash
+        if len({*self._hashes.values()}) > 1:
+            said = ", ".join(f"{rank}: {each}" for rank, each in sorted(self._hashes.items()))
+            raise EngineStartupError(
+                f"engines that run in lock-step are configured differently; the hashes of their settings are {said}",
+                stage="ready",
+                engine_index=index,
+            )
 
     def on_ready_response(self, identity: bytes, payload: bytes) -> None:
         """Take a message of the input socket. Another one of the same engine replaces the first.

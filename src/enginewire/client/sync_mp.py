@@ -218,6 +218,8 @@ class _Receiver:
                 poller = zmq.Poller()
                 for socket in (self._wake_reader, *sources, *(event for link in links for event in link.events)):
                     poller.register(socket, zmq.POLLIN)
+                if self._lookout.coordination is not None:  # the socket itself is used by those who send, too
+                    poller.register(self._lookout.coordination.descriptor, zmq.POLLIN)
             began = time.monotonic()
             ready = poller.poll(LOOK_MS)
             now = time.monotonic()

@@ -6,9 +6,12 @@ falls back to tcp on loopback, which any local user can connect to; the ipc fold
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import random
 import shutil
+import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -25,6 +28,9 @@ FOLDER_PREFIX = "enginewire-"
 LONGEST_SOCKET_NAME = "handshake"
 
 LOOPBACK = "127.0.0.1"
+
+PICKED_PORTS = (20_000, 30_000)
+"""A port that the kernel gives out (32768 and up on Linux) may be anybody's connection a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +73,31 @@ def choose_endpoints(config: EngineConfig) -> Endpoints:
         folder = None if config.transport == "tcp" else _private_folder(config.ipc_dir, config.transport)
         if folder is not None:
             handshakes.append(f"ipc://{folder}/handshake")
-    if num_local < len(config.managed_ranks):
+    if num_local < len(config.managed_ranks) or config.other_ranks:
         host = tcp_host(config.data_parallel_address)
         handshakes.append(f"tcp://{host}:{config.data_parallel_rpc_port or '*'}")
     return Endpoints(tuple(handshakes) or (f"tcp://{LOOPBACK}:*",), host, folder)
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Find ports of this host that are free, for others to bind; below those that the kernel gives out by itself.
+
+    Raises:
+        OSError: the host is not this one.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(*PICKED_PORTS)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host.strip("[]"), port))
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    raise
+                continue
+        if port not in found:
+            found.append(port)
+    return found
 
 
 def tcp_host(host: str) -> str:
