@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import zmq
 
 from client_harness import MP_FACES, PATIENCE_S, Face, make_client, mp_client, output, request
 from enginewire import EngineConfig, EngineCoreClient
+from enginewire.client import coordination
 from enginewire.errors import EngineStartupError
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until
 from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses
@@ -40,12 +42,23 @@ class Front:
         socket = self._context.socket(zmq.XPUB)
         socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(self.address)
+        try:
+            socket.bind(self.address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket
 
     def restart(self) -> None:
         self._socket.close()
-        self._socket = self.bind()
+
+        def bound() -> zmq.Socket[Any] | None:
+            try:
+                return self.bind()
+            except zmq.ZMQError:  # ZeroMQ lets go of the address a moment later
+                return None
+
+        self._socket = wait_until(bound, PATIENCE_S, "the address to be free")
 
     def expect(self) -> bytes:
         """Return the next message from a frontend."""
@@ -70,13 +83,17 @@ class Scene:
         self.front, self.engines, self.face = front, engines, face
         self.coordination = mp_client(face).lookout.coordination
         assert self.coordination is not None
+        self._serial = itertools.count(100)
 
-    def publish_until(self, wave: int, *, running: bool, counts: Any = None) -> None:
+    def publish(self, wave: int, *, running: bool, counts: Any = ((0, 0), (0, 0))) -> None:
         """Publish and wait until the client knows."""
         self.front.publish(counts, wave, running)
-        wait_until(
-            lambda: (self.coordination.wave, self.coordination.engines_running) == (wave, running), PATIENCE_S, "news"
-        )
+        serial = next(self._serial)  # what is published may be what is known already, so something else follows it
+        self.front.publish([*counts[:1], [serial, *counts[1][1:]]], wave, running)
+        load = mp_client(self.face).engines[1].load
+        wait_until(lambda: load.waiting == serial, PATIENCE_S, "the news")
+        self.front.publish(counts, wave, running)
+        wait_until(lambda: load.waiting == counts[1][0], PATIENCE_S, "the news")
 
     def add(self, request_id: str, rank: int = 0) -> Any:
         """Send a request and return what the engine got."""
@@ -123,11 +140,11 @@ def test_a_request_sent_while_the_engines_rest_wakes_them_all(kind: str) -> None
     """C-50; protocol J.4: once, with the rank as a number (defect 9), and the wave that is believed current."""
     with scene(kind) as it:
         assert it.face.client.dp_engines_running() is False
-        it.publish_until(3, running=False)
+        it.publish(3, running=False)
         assert it.add("a", 1).current_wave == 3
         assert msgspec.msgpack.decode(it.front.expect()) == [1, 3]
         assert it.face.client.dp_engines_running() is True
-        it.publish_until(3, running=True)
+        it.publish(3, running=True)
         assert it.add("b").current_wave == 3
         time_to_be_sure(it)
         assert not it.front.has_message()
@@ -135,19 +152,19 @@ def test_a_request_sent_while_the_engines_rest_wakes_them_all(kind: str) -> None
 
 def time_to_be_sure(it: Scene) -> None:
     """Let something make the whole way that a message which must not come would have made."""
-    it.publish_until(9, running=True)
+    it.publish(9, running=True)
 
 
 @pytest.mark.parametrize("kind", MP_FACES)
 def test_after_a_wave_the_next_request_wakes_them_again(kind: str) -> None:
     with scene(kind) as it:
-        it.publish_until(0, running=False)
+        it.publish(0, running=False)
         it.add("a")
         assert msgspec.msgpack.decode(it.front.expect()) == [0, 0]
-        it.publish_until(0, running=True)
+        it.publish(0, running=True)
         it.engines[0].send_outputs([output("a", finished=True)])
         it.face.outputs(1)
-        it.publish_until(1, running=False)
+        it.publish(1, running=False)
         assert it.add("b", 1).current_wave == 1
         assert msgspec.msgpack.decode(it.front.expect()) == [1, 1]
 
@@ -172,7 +189,7 @@ def test_counts_as_either_version_publishes_them_become_loads(kind: str, version
 def test_a_request_goes_where_the_published_load_is_least(kind: str) -> None:
     """C-51: other frontends' requests count, too."""
     with scene(kind) as it:
-        it.publish_until(0, running=True, counts=[[9, 9], [0, 0]])
+        it.publish(0, running=True, counts=[[9, 9], [0, 0]])
         for i in range(4):
             it.face.add_request(request(f"r{i}"))
             it.engines[1].expect_add()
@@ -188,16 +205,17 @@ def test_a_broken_message_ends_nothing(kind: str, broken: bytes, caplog: pytest.
     """Defect 26: the reference's task ends silently, and paused engines are never woken again."""
     with scene(kind) as it:
         it.front.publish(broken)
-        it.publish_until(4, running=False)
+        it.publish(4, running=False)
         it.add("a")
         assert msgspec.msgpack.decode(it.front.expect()) == [0, 4]
     assert any("dropped a message of the coordinator" in record.message for record in caplog.records)
 
 
-def test_a_coordinator_that_is_started_again_is_asked_again_for_who_waits() -> None:
+def test_a_coordinator_that_is_started_again_is_asked_again_for_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect 26: what was asked of the one before is lost with it."""
+    monkeypatch.setattr(coordination, "ASK_AGAIN_S", 0.0)
     with scene("sync") as it:
-        it.publish_until(2, running=False)
+        it.publish(2, running=False)
         it.add("a", 1)
         assert msgspec.msgpack.decode(it.front.expect()) == [1, 2]
         it.front.restart()
@@ -209,7 +227,7 @@ def test_a_coordinator_that_is_started_again_is_asked_again_for_who_waits() -> N
 def test_engines_that_are_not_in_lock_step_need_not_be_woken() -> None:
     """Protocol J.4: with a dense model there are no waves, only counts."""
     with scene("sync", lock_step=False) as it:
-        it.publish_until(0, running=False, counts=[[1, 2], [3, 4]])
+        it.publish(0, running=False, counts=[[1, 2], [3, 4]])
         it.add("a")
         it.add("b", 1)
         time_to_be_sure(it)

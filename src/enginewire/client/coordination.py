@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+import time
 
 import msgspec
 import zmq
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 1 << 24
 """Room for the counts of 65536 engines."""
+
+ASK_AGAIN_S = 1.0
+"""What is published a moment after we asked may be older than that."""
 
 _Publication = tuple[list[list[int | float]] | None, int, bool]
 
@@ -50,6 +54,7 @@ class CoordinatorLink:
     ) -> None:
         self.address = address
         self._has_waves = has_waves
+        self._asked_at = 0.0
         self.wave = 0
         self.engines_running = False
         self._engines = engines
@@ -58,8 +63,12 @@ class CoordinatorLink:
         self.descriptor = self._socket.fileno()
         self._socket.send(SUBSCRIBE_ALL)
 
-    def take(self) -> None:
-        """Take in what has been published. No message ends this (defect 26)."""
+    def take(self, now: float) -> None:
+        """Take in what has been published. No message ends this (defect 26).
+
+        Args:
+            now: monotonic seconds.
+        """
         while not self._socket.closed:
             try:
                 frames = receive_message(self._socket)
@@ -70,7 +79,7 @@ class CoordinatorLink:
                 self._note_counts(counts or [])
             except (msgspec.DecodeError, ValueError) as exc:
                 logger.error("dropped a message of the coordinator, %s: %s", reprlib.repr(frames), exc)
-            if not self.engines_running:
+            if not self.engines_running and now - self._asked_at > ASK_AGAIN_S:
                 self._wake_who_waits()
 
     def _note_counts(self, counts: list[list[int | float]]) -> None:
@@ -93,6 +102,7 @@ class CoordinatorLink:
         if self.engines_running or not self._has_waves:
             return
         self.engines_running = True
+        self._asked_at = time.monotonic()
         try:
             self._socket.send(msgspec.msgpack.encode((engine.index, self.wave)), zmq.NOBLOCK)
         except zmq.ZMQError as exc:

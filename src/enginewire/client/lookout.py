@@ -143,7 +143,7 @@ class Lookout:
             return []
         self._outbox.release_sent()
         if self.coordination is not None:
-            self.coordination.take()
+            self.coordination.take(now)
         for link in self._inbox.links:
             self._read_input(link)
         self._read_handshake()
