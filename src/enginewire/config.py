@@ -92,7 +92,7 @@ class EngineConfig:
     data_parallel_lock_step: bool = False
     data_parallel_address: str = "127.0.0.1"
     data_parallel_rpc_port: int = 29550
-    load_balancer: str = "inflight"
+    load_balancer: str = "prefix"
     wire_version: str | None = None
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0

@@ -72,7 +72,11 @@ def add_data_parallel_options(parser: argparse.ArgumentParser, *, for_server: bo
         help="a balancer spreads the load; each engine has a server of its own",
     )
     add("--data-parallel-backend", choices=("mp", "ray"), default="mp", help="what starts engines (default: mp)")
-    add("--load-balancer", metavar="NAME", help="how this server spreads the load (default: inflight)")
+    add(
+        "--load-balancer",
+        metavar="NAME",
+        help="who gets a request: prefix (default), inflight, two-choices, score, or module:Class",
+    )
     add("--api-server-count", "-asc", type=int, metavar="N", help="server processes over the same engines (default: 1)")
     add("--headless", action="store_true", help="engines only, for a server elsewhere, enginewire's or vLLM's")
     add("--wire-version", metavar="V", help="--headless: the vLLM version to speak (default: what the server shows)")

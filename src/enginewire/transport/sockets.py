@@ -18,6 +18,9 @@ LARGE_BUFFER_BYTES = 512 << 20
 
 IO_THREADS = 2
 
+MAX_SOCKETS = 1 << 15
+"""Six for each engine over tcp, with those that watch. ZeroMQ's own limit of 1,023 would be reached at 170 engines."""
+
 HEARTBEAT_S = (1.0, 10.0)
 """Interval and time-out; tcp only: a silent host is noticed after this time. Works against peers that set nothing."""
 
@@ -30,7 +33,9 @@ LISTENER_SCHEME = "fd://"
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     """Make a context of our own; the shared instance belongs to the application."""
-    return zmq.Context(io_threads=IO_THREADS)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
 
 
 def bind_router(
