@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from raw_engine import ABORT, ADD, READY_0_25, UTILITY, RawEngine, pack
+from raw_engine import ABORT, ADD, READY_0_25, UTILITY, RawEngine, pack, receive, unpack
 from tcp_proxy import TcpProxy
 
 from client_harness import PATIENCE_S, Face, make_client, mock_config, mp_client, request
@@ -332,6 +332,41 @@ def test_a_call_that_one_of_two_engines_fails_is_reported_with_its_index(kind: s
             engine.answer(engine.next(UTILITY, method="is_sleeping"), answer)
         with pytest.raises(EngineClientError, match="agree"):
             call.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_message_of_the_coordinator_does_not_end_listening(kind: str) -> None:
+    """Defects 9 and 26: the reference's reader ends in silence, and engines that rest are not woken any more."""
+    port = free_tcp_port()
+    with RawEngine(port, index=1) as engine, engine.context.socket(zmq.XPUB) as coordinator:
+        coordinator.linger = 0
+        address = f"tcp://127.0.0.1:{free_tcp_port()}"
+        coordinator.bind(address)
+        ready = READY_0_25 | {"data_parallel_size": 2, "dp_stats_address": address}
+        thread = threading.Thread(target=engine.start, args=(ready,), name="raw-engine")
+        thread.start()
+        settings = {"data_parallel_size": 2, "data_parallel_external_lb": True, "data_parallel_rank": 1}
+        face = Face(kind, lambda: make_client(kind, mock_config(port, **settings)))
+        try:
+            thread.join()
+            assert receive(coordinator) == [b"\1"]
+            for broken in (b"", b"\xc1", pack(7), pack([[["x"]], 0, False]), pack([None, "x", 0]), pack([[], 3])):
+                coordinator.send(broken)
+            coordinator.send(pack([[[0, 0], [0, 0]], 5, False]))
+            # Told of wave 5, it asks for it to begin, by rank and not by identity.
+            face.add_request(request("r0"))
+            wave = engine.next(ADD)[12]
+            assert unpack(receive(coordinator)[0]) == [1, wave]
+            wait_until(lambda: wave_of_next(face, engine) == 5, PATIENCE_S, "hearing of the wave")
+        finally:
+            face.close()
+
+
+def wave_of_next(face: Face, engine: RawEngine) -> int:
+    """Send a request; return the wave that it carries."""
+    face.add_request(request(f"r{time.monotonic_ns()}"))
+    wave: int = engine.next(ADD)[12]
+    return wave
 
 
 @pytest.mark.parametrize("kind", KINDS)
