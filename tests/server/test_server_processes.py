@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from serving import START_S, Served, serve, wait_until
-from test_many_engines import SLOW, burst, check_counters, send_mixed
+from test_many_engines import SLOW, burst, check_counters, per_engine, send_mixed
 
 from enginewire.testing import free_tcp_port
 
@@ -90,6 +90,44 @@ def test_outputs_return_to_whoever_asked(served: Served) -> None:
     assert asyncio.run(ask_all()) == texts
     lines = [line for line in served.log.splitlines() if "path=/v1/completions" in line]
     assert {word for line in lines for word in line.split() if word.startswith("server=")} == {"server=0", "server=1"}
+
+
+def test_processes_know_each_others_requests_by_the_engines_reports(served: Served) -> None:
+    """All of one process's are pinned to engine 0; the other sends its own to engine 1, once it has heard of that."""
+    with clients_of_each(served, 4) as (first, second):
+        for client in first:
+            client.headers["X-data-parallel-rank"] = "0"
+
+        def goes_to_engine_1() -> bool:
+            before = per_engine(served, "vllm:request_success_total")
+            assert second[0].post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+            after = per_engine(served, "vllm:request_success_total")
+            return [now - then for now, then in zip(after, before, strict=True)] == [0, 1]
+
+        with streaming(first):
+            wait_until(lambda: per_engine(served, "vllm:num_requests_running") == [4, 0], "they run on engine 0")
+            wait_until(lambda: all(goes_to_engine_1() for _ in range(4)), "the other process knows")
+            with streaming(second):
+                # A process takes the others to do as it does, so that four more need not even out exactly.
+                wait_until(lambda: served.num_running() == 8, "all run")
+                assert per_engine(served, "vllm:num_requests_running")[1] >= 2
+    wait_until(lambda: served.num_live() == 0, "all are gone")
+
+
+def test_engines_in_lock_step_are_woken_by_either_process() -> None:
+    """C-50: a request sent while they rest wakes all of them; the coordinator has a process of its own."""
+    engine = [
+        "--engine",
+        "enginewire.executors.lock_step:LockStepEchoExecutor",
+        "--set",
+        "data_parallel_lock_step=true",
+    ]
+    with serve("echo", *TWO, *engine) as served, clients_of_each(served) as clients:
+        for turn in range(3):
+            wait_until(lambda: served.num_live() == 0, "they rest")
+            for (client,) in clients if turn % 2 else clients[::-1]:
+                answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 40}).json()
+                assert answer["usage"]["completion_tokens"] == 40
 
 
 def test_metrics_and_state_are_the_sum_whichever_process_is_asked(served: Served) -> None:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
+from enginewire.client.reception import parallel_config
 from enginewire.client.startup import Expected
 from enginewire.config import EngineConfig
 from enginewire.coordinator.process import DPCoordinator
@@ -98,7 +100,8 @@ class SharedEngines:
             self._owned.callback(coordinator.shutdown)
             self.stats_address = coordinator.addresses.frontend_stats_publish_address
             relayed = structs.asdict(coordinator.addresses)
-        expected = {index: self._expected(index, relayed) for index in config.managed_ranks}
+        group = parallel_config(config)
+        expected = {index: self._expected(index, relayed, group) for index in config.managed_ranks}
         context = make_context()
         self._owned.callback(context.destroy, linger=0)
         handshakes = self._endpoints.handshakes
@@ -177,10 +180,10 @@ class SharedEngines:
         listener, address = listen(endpoint)
         return self._owned.enter_context(listener).fileno(), address
 
-    def _expected(self, index: int, relayed: dict[str, str]) -> Expected:
+    def _expected(self, index: int, relayed: dict[str, str], group: dict[str, Any]) -> Expected:
         inputs, outputs = zip(*(doors[index].addresses for doors in self.doors), strict=True)
         addresses = EngineZmqAddresses(inputs=[*inputs], outputs=[*outputs], **relayed)
-        return Expected(addresses, is_local=index in self._near_ranks)
+        return Expected(addresses, is_local=index in self._near_ranks, parallel_config=group)
 
     def _engine_spec(self, source: ExecutorSource, index: int) -> EngineSpec:
         folder = self._endpoints.folder
