@@ -13,6 +13,7 @@ from enginewire.wire.capabilities import EVERYTHING, Capabilities
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 Transport = Literal["auto", "ipc", "tcp"]
+Failover = Literal["none", "resume", "exact"]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -58,6 +59,14 @@ class EngineConfig:
         heartbeat_interval_s, heartbeat_timeout_s: tcp only: a host that is silent for so long is lost.
         engine_return_timeout_s: how long a lost engine that was started elsewhere is awaited before it counts as dead;
             ``None``: for ever.
+        failover: what happens to the requests of an engine that is gone: ``none``: they fail; ``resume``: what stays a
+            valid sample of the model goes on at another engine; ``exact``: only what goes on as if nothing had
+            happened. See docs/failover.md.
+        failover_timeout_s: how long such a request waits for an engine that it can go on at, before it fails.
+        restart_engine: how often in a row an engine that this client started is started again when it ended, before it
+            is given up.
+        restart_window_s: an engine that served for so long ends the row: it has all its restarts before it again.
+        drain_timeout_s: how long the requests of an engine that is taken out may go on there.
         num_gpu_blocks, block_size, dtype, vocab_size, kv_cache_size_tokens, kv_cache_max_concurrency, capabilities:
             learned from the engine's ready response.
     """
@@ -97,6 +106,11 @@ class EngineConfig:
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
     engine_return_timeout_s: float | None = None
+    failover: Failover = "none"
+    failover_timeout_s: float = 60.0
+    restart_engine: int = 0
+    restart_window_s: float = 60.0
+    drain_timeout_s: float = 30.0
 
     num_gpu_blocks: int | None = None
     block_size: int | None = None
@@ -132,17 +146,30 @@ class EngineConfig:
             self._at_least("max_model_len", 1)
         for name in ("max_num_seqs", "max_frame_bytes", "max_frames", "data_parallel_size"):
             self._at_least(name, 1)
-        for name in ("zero_copy_threshold", "data_parallel_rank", "data_parallel_start_rank"):
+        for name in ("zero_copy_threshold", "data_parallel_rank", "data_parallel_start_rank", "restart_engine"):
             self._at_least(name, 0)
         for name in ("ready_timeout_s", "hello_timeout_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
             self._seconds(name, above_zero=True)
-        for name in ("shutdown_timeout_s", "terminate_timeout_s", "engine_return_timeout_s"):
+        for name in (
+            "shutdown_timeout_s",
+            "terminate_timeout_s",
+            "engine_return_timeout_s",
+            "failover_timeout_s",
+            "restart_window_s",
+            "drain_timeout_s",
+        ):
             if getattr(self, name) is not None or name != "engine_return_timeout_s":
                 self._seconds(name, above_zero=False)
         self._one_of("scheduling_policy", get_args(SchedulingPolicy))
         self._one_of("transport", get_args(Transport))
+        self._one_of("failover", get_args(Failover))
         if self.wire_version is not None:
             self._known_version(self.wire_version)
+        if self.data_parallel_lock_step and (self.failover != "none" or self.restart_engine):
+            raise ConfigError(
+                "engines in lock-step neither restart nor fail over alone: one that is gone stops them all. Leave out "
+                "failover and restart_engine, or data_parallel_lock_step"
+            )
         if self.data_parallel_external_lb and self.data_parallel_hybrid_lb:
             raise ConfigError("data_parallel_external_lb and data_parallel_hybrid_lb exclude each other; choose one")
         if self.data_parallel_size_local is None:

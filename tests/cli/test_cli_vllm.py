@@ -12,6 +12,7 @@ import psutil
 import pytest
 from command_line import DEADLINE_S, Start, descendants, error_line, read_some, run, wait_for_exit_of
 
+from client_harness import echo_face, mp_client, request
 from enginewire import LLM, SamplingParams
 from enginewire.testing import free_tcp_port, wait_until
 
@@ -136,3 +137,30 @@ def test_llm_takes_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         outputs = llm.generate(["hello", "world"], SamplingParams(max_tokens=5))
     assert [output.outputs[0].text for output in outputs] == ["hello", "world"]
     assert fake_vllm.seen(tmp_path)["arguments"][-1] == "--enforce-eager"
+
+
+@pytest.mark.parametrize("victim", ["launcher", "engine"])
+def test_one_of_several_that_is_killed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """Issue 6: a rank of vLLM restarts like one of ours, whichever of its two processes ends."""
+    monkeypatch.setattr("os.environ", fake_vllm.install(tmp_path))
+    with echo_face(
+        "sync",
+        executor="vllm",
+        executor_options={"python": sys.executable},
+        data_parallel_size=2,
+        data_parallel_rpc_port=free_tcp_port(),
+        restart_engine=1,
+    ) as face:
+        manager = mp_client(face).resources.engine_manager
+        assert manager is not None
+        launcher = psutil.Process(manager.processes[1].popen.pid)
+        (engine,) = launcher.children()
+        (launcher if victim == "launcher" else engine).kill()
+        wait_until(lambda: face.client.engine_statuses()[1].num_restarts, DEADLINE_S, "its restart")
+        wait_until(lambda: face.client.engine_statuses()[1].state == "ready", DEADLINE_S, "its return")
+        wait_for_exit_of([launcher, engine], DEADLINE_S)
+        for i in range(4):
+            face.add_request(request(f"r{i}", max_tokens=10_000))
+        assert [face.client.engine_index_of(f"r{i}") for i in range(4)].count(1) == 2

@@ -97,3 +97,19 @@ class SpawnsThenHangs(EchoExecutor):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"child={child.pid}", flush=True)
         threading.Event().wait()
+
+
+class WorksOnce(EchoExecutor):
+    """Works when it is made for the first time; later ones raise, or never finish loading, as the option ``then`` says.
+
+    The option ``mark`` is the path of a file that shows whether there was a first time.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        mark, then = config.executor_options.pop("mark"), config.executor_options.pop("then")
+        if os.path.exists(mark):
+            if then == "hang":
+                threading.Event().wait()
+            raise RuntimeError("it worked once")
+        with open(mark, "w"):
+            super().__init__(config)

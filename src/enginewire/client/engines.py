@@ -7,8 +7,10 @@ the requests that were sent to it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from enginewire.client.balancer import EngineLoad
 from enginewire.client.base import EngineStatus
+from enginewire.client.restarts import Restarts
 from enginewire.errors import EngineDeath
 from enginewire.transport.peers import PeerWatch
 from enginewire.transport.sockets import bind_pull, bind_router
@@ -126,6 +129,10 @@ class Engine:
         link: of this incarnation.
         state, death: how it is, and why it is gone or was the last time.
         num_deaths: how often it was lost.
+        restarts: when it is started again, if it is ours.
+        restart_at: the moment of that, while it is due.
+        is_running: ours: its process has not ended, as far as we know.
+        num_restarts: how often it was.
         profile: which layout it speaks.
         ready: what it said of itself; ``None`` too if that was nothing.
         has_been_ready: whether it ever was.
@@ -137,13 +144,17 @@ class Engine:
         load: what a balancer sees of it.
     """
 
-    def __init__(self, index: int, link: Link, *, is_ours: bool) -> None:
+    def __init__(self, index: int, link: Link, *, is_ours: bool, restarts: Restarts | None = None) -> None:
         self.index = index
         self.identity = engine_identity(index)
         self.is_ours = is_ours
         self.state = EngineState.STARTING
         self.death: EngineDeath | None = None
         self.num_deaths = 0
+        self.restarts = restarts or Restarts()
+        self.restart_at: float | None = None
+        self.is_running = is_ours
+        self.num_restarts = 0
         self.ready: EngineCoreReadyResponse | None = None
         self.has_been_ready = False
         self.live: dict[str, EngineCoreRequest | None] = {}
@@ -214,6 +225,7 @@ class Engines:
     def became_ready(self, engine: Engine) -> None:
         """Note that an engine takes requests."""
         with self._lock:
+            engine.restarts.serves(time.monotonic())
             self._enter(engine, EngineState.READY)
         if engine.num_deaths:
             logger.warning("engine=%d is back", engine.index)
@@ -233,17 +245,33 @@ class Engines:
         """
         engine = self._engines[death.engine_index]
         with self._lock:
-            is_told = engine.state is EngineState.DEAD or (engine.state is EngineState.LOST and not engine.is_ours)
+            is_told = engine.state is EngineState.DEAD or (engine.state is EngineState.LOST and not engine.is_running)
             if self.death is not None or is_told:
                 return False
+            if engine.is_ours:
+                engine.is_running = is_back
+            if is_back or self.may_return(engine):
+                state = EngineState.LOST
+            else:
+                state, death = self._restart_or_give_up(engine, death)
             engine.death = death
             engine.num_deaths += 1
             self.untold.append((engine, death))
-            self._enter(engine, EngineState.LOST if is_back or self.may_return(engine) else EngineState.DEAD)
+            self._enter(engine, state)
         if self.death is None:  # otherwise every caller hears of it
             logger.error("engine=%d is %s cause=%r", engine.index, engine.state, death.cause)
         self._tell(engine)
         return True
+
+    def _restart_or_give_up(self, engine: Engine, death: EngineDeath) -> tuple[EngineState, EngineDeath]:
+        engine.restart_at = engine.restarts.ended(time.monotonic())
+        if engine.restart_at is not None:
+            return EngineState.LOST, death
+        if (count := engine.restarts.in_a_row) > 0:
+            times = "once" if count == 1 else f"{count} times"
+            cause = f"{death.cause}; it was started again {times}, ended each time, and is given up (restart_engine)"
+            death = dataclasses.replace(death, cause=cause)
+        return EngineState.DEAD, death
 
     def is_away(self, engine: Engine) -> None:
         """Note that an engine is not connected yet, and that nothing was lost with it."""
@@ -282,6 +310,7 @@ class Engines:
             engine.death,
             len(engine.live),
             engine.num_deaths,
-            is_gone and self.may_return(engine),
+            is_gone and (engine.is_ours or self.may_return(engine)),
             engine.ready,
+            engine.num_restarts,
         )

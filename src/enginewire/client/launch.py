@@ -27,13 +27,14 @@ from enginewire.client.outbox import Outbox
 from enginewire.client.reception import Reception
 from enginewire.client.remembered import Memory, RememberedEngine
 from enginewire.client.resources import BackgroundResources
+from enginewire.client.restarts import Restarts
 from enginewire.client.startup import EngineStartup, wait_for_engines
 from enginewire.config import EngineConfig
 from enginewire.coordinator import DPCoordinator
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineStartupError, EngineStartupTimeout
 from enginewire.host.executor_source import ExecutorSource, executor_source
-from enginewire.host.launcher import EngineManager
+from enginewire.host.launcher import EngineLauncher, EngineManager
 from enginewire.host.manager import CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints, tcp_host
 from enginewire.transport.sockets import bind_also, bind_router, receive_message
@@ -79,6 +80,8 @@ class Launch:
         self._started = time.monotonic()
         self._max_model_len = config.max_model_len
         self._reception: Reception | None = None
+        self._launcher: EngineLauncher | None = None
+        self._specs: dict[int, EngineSpec] = {}
         self._known: Mapping[int, bytes] = {}
         """Ready responses of engines that were another client's."""
 
@@ -120,11 +123,15 @@ class Launch:
             link = reception.open_link(index)
             if index in remembered and link.input_address == remembered[index].input:
                 self._known = {**self._known, index: remembered[index].ready}
-            self._engines.add(Engine(index, link, is_ours=index in config.local_ranks))
+            is_ours = index in config.local_ranks
+            restarts = Restarts(config.restart_engine, config.restart_window_s) if is_ours else None
+            self._engines.add(Engine(index, link, is_ours=is_ours, restarts=restarts))
         self._reception = reception
         if source is not None:
-            specs = [self._engine_spec(source, index, handshakes[0], endpoints) for index in config.local_ranks]
-            resources.engine_manager = CoreEngineProcManager(specs, forward_log=config.forward_engine_log)
+            for index in config.local_ranks:
+                self._specs[index] = self._engine_spec(source, index, handshakes[0], endpoints)
+            self._launcher = CoreEngineProcManager([*self._specs.values()], forward_log=config.forward_engine_log)
+            resources.engine_manager = self._launcher
         if any(not engine.is_ours for engine in self._engines):
             logger.info("waiting for engines that are started elsewhere, on %s", handshakes[-1])
 
@@ -136,7 +143,7 @@ class Launch:
         return [address, *(bind_also(socket, endpoint) for endpoint in others)]
 
     def _engine_spec(self, source: ExecutorSource, index: int, handshake: str, endpoints: Endpoints) -> EngineSpec:
-        config = self._config
+        config = self._config.copy()  # as it was asked for: what engines report is written into the client's
         addresses = {"handshake_address": handshake}
         if config.meets_at_rank_0:  # protocol B.6
             host = tcp_host(config.data_parallel_address)
@@ -211,6 +218,8 @@ class Launch:
             reception=reception,
             balancer=self._balancer,
             memory=self.memory,
+            launcher=self._launcher,
+            specs=self._specs,
         )
         for frames in others:
             lookout.take_handshake(frames)

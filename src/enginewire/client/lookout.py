@@ -14,8 +14,9 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from enginewire.client.resources import BackgroundResources
 from enginewire.client.startup import EngineStartup, Ready, apply_ready_responses, is_of
 from enginewire.client.utilities import PING, Call
 from enginewire.config import EngineConfig
+from enginewire.engine.spec import EngineSpec
 from enginewire.errors import (
     ENGINE_LOST_PREFIX,
     INTERNAL_PREFIX,
@@ -39,6 +41,7 @@ from enginewire.errors import (
     EngineDeath,
     EngineStartupError,
 )
+from enginewire.host.launcher import EngineLauncher
 from enginewire.transport.sockets import receive_message, send_message
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import engine_index_of
@@ -93,6 +96,8 @@ class Lookout:
         reception: makes links for engines that are restarted; ``None``: somebody else does the handshake.
         balancer: forgets what it knows of an engine that is gone.
         memory: is told of each engine that becomes ready, for a frontend that comes after this one.
+        launcher: starts engines of ours again; ``None``: somebody else starts them.
+        specs: what it starts, by rank.
     """
 
     def __init__(
@@ -107,6 +112,8 @@ class Lookout:
         reception: Reception | None,
         balancer: LoadBalancer | None,
         memory: Memory | None,
+        launcher: EngineLauncher | None,
+        specs: Mapping[int, EngineSpec],
     ) -> None:
         self._config = config
         self._engines = engines
@@ -117,6 +124,8 @@ class Lookout:
         self._reception = reception
         self._balancer = balancer
         self._memory = memory
+        self._launcher = launcher
+        self._specs = specs
         self.coordination: CoordinatorLink | None = None
         """To the coordinator, if there is one; what it publishes is taken in along with the rest."""
         self._pings: dict[int, _Ping] = {}
@@ -197,7 +206,8 @@ class Lookout:
         while self._inbox.marked:  # first: what an engine says of its death says more than its connection
             for engine in self._inbox.marked.popleft().engines:
                 if engine.is_ours:
-                    self._expect_death(engine, REPORTED_DEATH)
+                    if engine.state is EngineState.READY:  # otherwise it is known, and another process has its place
+                        self._expect_death(engine, REPORTED_DEATH)
                 else:
                     self._suspect(engine, f"{REPORTED_DEATH}; its log is on its host", now + ANSWER_S)
         for link in self._inbox.links:
@@ -207,6 +217,8 @@ class Lookout:
     def _connection_lost(self, link: Link, now: float) -> None:
         """Take the loss of a connection for an engine's loss: outputs may be lost with it, and nobody would know."""
         for engine in link.engines:
+            if engine.is_ours and engine.state is not EngineState.READY:
+                continue
             if engine.is_ours and engine.index not in self._disconnected:
                 self._disconnected.add(engine.index)  # its last word may still be on its way over the other socket
             elif engine.is_ours:
@@ -282,6 +294,10 @@ class Lookout:
         while self._engines.untold:
             engine, death = self._engines.untold.popleft()
             self._drop_ping(engine.index)
+            if engine.is_ours and not engine.is_running:  # so nobody is on the way any longer
+                self._disconnected.discard(engine.index)
+                self._starting.pop(engine.index, None)
+                self._newcomers.pop(engine.index, None)
             cause = f"engine {engine.index}: {death.cause}"
             self._inbox.calls.engine_lost(engine.index, f"the engine was lost meanwhile: {death.cause}")
             request_ids = list(engine.live)  # a copy: consumers in other threads change it meanwhile
@@ -308,12 +324,32 @@ class Lookout:
                 self._ask_for_losses(engine)
             elif engine.stale:
                 self._abort_stale(engine, now, lambda: None)
+        elif engine.is_ours and not engine.is_running:
+            if engine.restart_at is not None and now >= engine.restart_at:
+                self._start_again(engine, now)
         elif index in self._newcomers:
             self._greet(engine, now)
         elif engine.state is not EngineState.DEAD and now > self._give_up_at[index]:
             self._give_up(engine)
-        elif engine.state is EngineState.LOST and index not in self._starting:
+        elif engine.state is EngineState.LOST and not engine.is_ours and index not in self._starting:
             self._abort_stale(engine, now, functools.partial(self._restored, engine, engine.link.num_closed))
+
+    def _start_again(self, engine: Engine, now: float) -> None:
+        """Have an engine of ours started again. It says HELLO, as any other that comes back."""
+        assert self._launcher is not None, "who cannot start engines has none that restart"
+        config, restarts = self._config, engine.restarts
+        engine.restart_at = None
+        engine.is_running = True
+        engine.num_restarts += 1
+        # HELLO comes from the second process of vLLM, which imports all of it before.
+        limit = config.ready_timeout_s if config.starts_vllm else config.hello_timeout_s
+        self._give_up_at[engine.index] = now + limit
+        logger.warning("engine=%d is started again restart=%d/%d", engine.index, restarts.in_a_row, restarts.limit)
+        self._engines.starts_anew(engine)
+        try:
+            self._launcher.start(self._specs[engine.index])
+        except EngineStartupError as exc:
+            self._engines.lost(EngineDeath(engine.index, str(exc)))
 
     def _abort_stale(self, engine: Engine, now: float, then: Callable[[], None]) -> None:
         """Abort what an engine may still be running for nobody; the answer to a ping behind that says that it has."""
@@ -393,8 +429,12 @@ class Lookout:
         engine.stale.clear()
         self._inbox.links = (*self._inbox.links, link)
         self._starting[index] = startup
-        self._await_return(engine, now, self._config.ready_timeout_s)
-        self._engines.starts_anew(engine)
+        if engine.is_ours:
+            self._give_up_at[index] = now + self._config.ready_timeout_s
+        else:
+            self._await_return(engine, now, self._config.ready_timeout_s)
+        if engine.state is not EngineState.STARTING:
+            self._engines.starts_anew(engine)
 
     def _close_link(self, link: Link) -> None:
         """Close what no incarnation uses any longer."""
@@ -402,7 +442,10 @@ class Lookout:
         link.close()
 
     def welcome(self, engine: Engine, ready: Ready) -> None:
-        """Have an engine take requests, as what it says that it is."""
+        """Have an engine take requests, as what it says that it is.
+
+        Here, and nowhere else, the death of its last incarnation is over. Its cause can still be read.
+        """
         self._introduce(engine, ready)
         engine.link.settle()
         self._engines.became_ready(engine)
@@ -428,6 +471,9 @@ class Lookout:
         self._give_up_at[engine.index] = math.inf if limit is None else now + max(limit, at_least_s)
 
     def _give_up(self, engine: Engine) -> None:
+        if engine.is_ours:
+            self._give_up_start(engine)
+            return
         cause = engine.death.cause if engine.death is not None else "an earlier frontend had it"
         limit = self._config.engine_return_timeout_s
         if (startup := self._starting.pop(engine.index, None)) is not None:
@@ -435,6 +481,17 @@ class Lookout:
         else:
             why = f"it did not return within {limit:g} s"
         self._engines.given_up(EngineDeath(engine.index, f"{cause}; {why}"))
+
+    def _give_up_start(self, engine: Engine) -> None:
+        """Take an engine that was started again and does not come up for dead; it may be started once more."""
+        assert self._launcher is not None, "it was started"
+        startup = self._starting.get(engine.index)
+        missing = startup.missing() if startup is not None else f"engine {engine.index} has not said HELLO"
+        log_tail = self._launcher.log_tail(engine.index)
+        self._engines.lost(EngineDeath(engine.index, f"it does not come up: {missing}", None, log_tail))
+        if engine.state is EngineState.DEAD:
+            stop = functools.partial(self._launcher.stop, engine.index, 0.0)  # waits for its end
+            threading.Thread(target=stop, name="enginewire-stop-engine", daemon=True).start()
 
     def _ask_for_losses(self, engine: Engine) -> None:
         """Ask an engine which requests it knows, after a message was dropped that nobody could read.
