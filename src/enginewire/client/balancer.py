@@ -192,6 +192,8 @@ class Prefix(InFlight):
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineLoad]) -> EngineLoad:
         prefixes = self._index.prefixes(request)
+        if not prefixes.keys:
+            return super().choose(request, engines)
         saved: dict[int, float] = {**self._index.cached(prefixes)}
         if self.client_count > 1:
             self._expect(prefixes, saved, engines)
@@ -215,8 +217,7 @@ class Prefix(InFlight):
         they have sent is taken to be what this one has seen of its own prompts: nothing, if none ever come again.
         """
         known = max(saved.values(), default=0)
-        if prefixes.lengths:
-            self._known_share += (known / prefixes.lengths[-1] - self._known_share) / REMEMBERED_REQUESTS
+        self._known_share += (known / prefixes.lengths[-1] - self._known_share) / REMEMBERED_REQUESTS
         position = bisect.bisect_right(prefixes.lengths, known)
         if position == len(prefixes.keys):
             return

@@ -158,9 +158,9 @@ def test_prefix_goes_where_the_prefix_is() -> None:
         (2048, (30, 9), 0),
         (2048, (32, 8), 1),  # twice the average of the three
         (2048, (1, 0), 1),  # an idle engine is at hand
-        (128, (11, 10), 0),
-        (128, (13, 10), 1),  # two requests' worth of tokens, not three
-        (8, (1, 1), 1),  # less than a block: like any other, so the scan goes on
+        (320, (13, 10), 0),
+        (320, (16, 10), 1),  # five requests' worth of tokens, not six
+        (250, (9, 9), 1),  # too short to matter, so the scan goes on
     ],
 )
 def test_prefix_weighs_what_is_cached_against_the_queue(tokens: int, loads: tuple[int, int], chosen: int) -> None:
@@ -174,13 +174,20 @@ def test_prefix_weighs_what_is_cached_against_the_queue(tokens: int, loads: tupl
 
 
 @pytest.mark.parametrize("engines", [2, 4, 16])
-@pytest.mark.parametrize("tokens", [50, 500, 5000])
+@pytest.mark.parametrize("tokens", [50, 255, 500, 5000])
 def test_prefix_splits_a_first_burst_evenly_though_its_prompts_are_equal(tokens: int, engines: int) -> None:
     """The first of them is not computed yet when the others come: there is nothing to share."""
     request = EngineCoreRequest("a", prompt((1, tokens)))
     chosen = Counter(send(make_balancer("prefix"), [EngineLoad(index) for index in range(engines)], 20, request))
     assert len(chosen) == engines
     assert max(chosen.values()) - min(chosen.values()) <= 1
+
+
+def test_prefix_spreads_short_prompts_even_if_each_ends_before_the_next_comes() -> None:
+    loads = [EngineLoad(index) for index in range(16)]
+    request = EngineCoreRequest("a", prompt((1, 200)))
+    balancer = make_balancer("prefix")
+    assert [balancer.pick(request, loads) for _ in range(32)] == [*range(16), *range(16)]
 
 
 def test_prefix_forgets_an_engine_that_was_removed() -> None:
