@@ -3,8 +3,8 @@
 A process of ours that ends is seen by its manager. Everything else is seen here: a connection that drops, a death
 marker, an engine that registers anew or says HELLO on the handshake socket, which stays open for that.
 
-Over tcp anybody may send a marker or a HELLO. Such a hint is checked with a *ping*, a utility call that every engine
-answers between two steps. Source: "Two ways back" in the notes on remote engines; defects 21, 22, 36, 37.
+Over tcp anybody may send a marker or a HELLO. Such a hint is checked with a *ping*. Source: "Two ways back" in the
+notes on remote engines; defects 21, 22, 36, 37.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import zmq
 
@@ -27,11 +26,11 @@ from enginewire.client.coordination import CoordinatorLink
 from enginewire.client.engines import Engine, Engines, EngineState, Link
 from enginewire.client.inbox import Arrival, Inbox, failures
 from enginewire.client.outbox import Outbox
+from enginewire.client.pings import REPEAT_S, Pings
 from enginewire.client.reception import Reception
 from enginewire.client.remembered import Memory
 from enginewire.client.resources import BackgroundResources
 from enginewire.client.startup import EngineStartup, Ready, apply_ready_responses, is_of
-from enginewire.client.utilities import PING, Call
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import (
@@ -58,30 +57,6 @@ CONNECTION_LOST: Final = (
 )
 REPORTED_DEATH: Final = "it reported a fatal error"
 LAST_OUTPUT_DROPPED: Final = f"{INTERNAL_PREFIX}its last output could not be decoded and was dropped"
-
-
-@dataclass(slots=True)
-class _Ping:
-    """A question to an engine, asked once or several times.
-
-    Attributes:
-        calls: of one and the same waiter: whichever is answered, the engine lives.
-        deadline: when an answer does not count any longer.
-        ask_again: when to repeat it: what is sent into a connection that is just being lost is lost with it, and
-            ZeroMQ does not say so.
-        cause: of the engine's loss, if it does not answer in time; ``None``: its silence means nothing.
-        on_answer: what follows from an answer.
-    """
-
-    calls: list[Call[concurrent.futures.Future[Any]]]
-    deadline: float
-    ask_again: float
-    cause: str | None
-    on_answer: Callable[[], None]
-
-    @property
-    def waiter(self) -> concurrent.futures.Future[Any]:
-        return self.calls[0].waiter
 
 
 class Lookout:
@@ -128,7 +103,7 @@ class Lookout:
         self._specs = specs
         self.coordination: CoordinatorLink | None = None
         """To the coordinator, if there is one; what it publishes is taken in along with the rest."""
-        self._pings: dict[int, _Ping] = {}
+        self._pings = Pings(inbox.calls, outbox)
         self._disconnected: set[int] = set()
         """Engines of ours that have lost a connection."""
         self._starting: dict[int, EngineStartup] = {}
@@ -157,7 +132,8 @@ class Lookout:
             self._read_input(link)
         self._read_handshake()
         self._look_at_connections(now)
-        self._look_at_pings(now)
+        for loss in self._pings.look(now):
+            self._engines.lost(loss)
         arrivals = self._tell_losses(now)
         if self._engines.death is None:
             for engine in self._engines:
@@ -247,42 +223,8 @@ class Lookout:
         def on_answer() -> None:
             logger.error("engine=%d answers, although it seemed that %s", engine.index, cause)
 
-        if not self._ping(engine, deadline, on_answer, cause):
+        if not self._pings.ask(engine, deadline, on_answer, cause):
             self._engines.lost(EngineDeath(engine.index, cause))
-
-    def _ping(self, engine: Engine, deadline: float, on_answer: Callable[[], None], cause: str | None = None) -> bool:
-        """Ask an engine something; what was asked before counts no longer. ``False``: there is no connection."""
-        self._drop_ping(engine.index)
-        call = self._start(engine, PING, concurrent.futures.Future())
-        if call is not None:
-            self._pings[engine.index] = _Ping([call], deadline, math.inf, cause, on_answer)
-        return call is not None
-
-    def _drop_ping(self, index: int) -> None:
-        if (ping := self._pings.pop(index, None)) is not None:
-            for call in ping.calls:
-                self._inbox.calls.forget(call.call_id)
-
-    def _start(
-        self, engine: Engine, method: str, waiter: concurrent.futures.Future[Any]
-    ) -> Call[concurrent.futures.Future[Any]] | None:
-        call = self._inbox.calls.start(method, waiter, engine.index)
-        try:
-            self._outbox.call(engine, call.call_id, method, ())
-        except zmq.ZMQError:
-            self._inbox.calls.forget(call.call_id)
-            return None
-        return call
-
-    def _look_at_pings(self, now: float) -> None:
-        for index, ping in list(self._pings.items()):
-            if ping.waiter.done():
-                self._drop_ping(index)
-                ping.on_answer()
-            elif now > ping.deadline:
-                self._drop_ping(index)
-                if ping.cause is not None:
-                    self._engines.lost(EngineDeath(index, ping.cause))
 
     # What follows.
 
@@ -293,7 +235,7 @@ class Lookout:
             return arrivals
         while self._engines.untold:
             engine, death = self._engines.untold.popleft()
-            self._drop_ping(engine.index)
+            self._pings.drop(engine.index)
             if engine.is_ours and not engine.is_running:  # so nobody is on the way any longer
                 self._disconnected.discard(engine.index)
                 self._starting.pop(engine.index, None)
@@ -354,7 +296,7 @@ class Lookout:
     def _abort_stale(self, engine: Engine, now: float, then: Callable[[], None]) -> None:
         """Abort what an engine may still be running for nobody; the answer to a ping behind that says that it has."""
         ping = self._pings.get(engine.index)
-        if ping is not None and now < ping.ask_again:
+        if ping is not None and now < ping.repeat_at:
             return
         ids = list(engine.stale)
         with contextlib.suppress(zmq.ZMQError):  # not connected yet
@@ -365,11 +307,11 @@ class Lookout:
             engine.stale.difference_update(ids)
             then()
 
-        if ping is None and self._ping(engine, now + self._config.heartbeat_timeout_s, on_answer):
-            self._pings[engine.index].ask_again = now + ANSWER_S
-        elif ping is not None and (call := self._start(engine, PING, ping.waiter)) is not None:
-            ping.calls.append(call)
-            ping.ask_again = now + ANSWER_S
+        if ping is None:
+            deadline = now + self._config.heartbeat_timeout_s
+            self._pings.ask(engine, deadline, on_answer, repeat_at=now + REPEAT_S)
+        else:
+            self._pings.repeat(engine, ping, now)
 
     def _restored(self, engine: Engine, num_closed: int) -> None:
         """Take an engine back that answers again on its old link: it was never gone, its connection was.
@@ -393,7 +335,7 @@ class Lookout:
             return  # asked already
         limit = self._config.heartbeat_timeout_s
         cause = f"another process says HELLO for its rank, and it did not answer for {limit:g} s"
-        if not self._ping(engine, now + limit, functools.partial(self._refuse, engine), cause):
+        if not self._pings.ask(engine, now + limit, functools.partial(self._refuse, engine), cause):
             self._engines.lost(EngineDeath(engine.index, CONNECTION_LOST))
 
     def _refuse(self, engine: Engine) -> None:
@@ -501,7 +443,7 @@ class Lookout:
         """
         engine.in_doubt = False
         asked = frozenset(engine.live)
-        call = self._start(engine, "get_request_ids", concurrent.futures.Future())
+        call = self._pings.call(engine, "get_request_ids", concurrent.futures.Future())
         if call is not None:
             call.waiter.add_done_callback(functools.partial(self._note_known, engine, asked))
 

@@ -120,9 +120,6 @@ class UtilityCalls:
         self._fail_pending(lambda _: closed())
 
 
-PING: Final = "is_scheduler_paused"
-"""Asks whether an engine lives: cheap, without effect, and known to every engine."""
-
 MUST_AGREE: Final = ("is_sleeping", "is_scheduler_paused", "get_weight_version")
 ALL_MUST_SUCCEED: Final = ("reset_prefix_cache", "wake_up")
 """Utilities whose result is true only if it is for every engine. Source of both: protocol M.3."""
