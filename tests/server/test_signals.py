@@ -132,6 +132,18 @@ def test_server_that_is_told_to_stop_while_it_starts_leaves_no_engine() -> None:
     wait_until(lambda: not any(child.is_running() for child in children), "no engine is left")
 
 
+def test_server_that_is_told_to_stop_while_it_waits_for_engines_elsewhere_leaves() -> None:
+    port, rpc_port = free_tcp_port(), free_tcp_port()
+    command = [sys.executable, "-m", "enginewire", "serve", "echo", "--port", str(port)]
+    command += ["--data-parallel-size-local", "0", "--data-parallel-rpc-port", str(rpc_port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        assert any("waiting for engines" in line for line in process.stderr), "it ended without waiting"
+        process.terminate()
+        assert process.wait(20) == 0
+
+
 def test_taken_port_is_one_line_and_a_status() -> None:
     with serve("echo") as served:
         command = [sys.executable, "-m", "enginewire", "serve", "echo", "--port", str(served.port)]

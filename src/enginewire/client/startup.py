@@ -7,8 +7,10 @@ Source: protocol sections B.1 to B.5; C-24, C-25.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 POLL_MS: Final = 100
 """How soon a process that ended during start-up is noticed."""
+
+given_up: Final[ContextVar[threading.Event | None]] = ContextVar("given_up", default=None)
+"""Set by whoever makes a client on a thread and may stop wanting it: a thread cannot be stopped, but it can look."""
 
 REPORT_EVERY_S: Final = 10.0
 """How often a long start-up says what it is waiting for."""
@@ -253,7 +258,7 @@ def wait_for_engines(
 
     Raises:
         EngineStartupTimeout: time ran out; says which engines are missing and which setting raises the limit.
-        EngineStartupError: an engine ended, or contradicts the protocol.
+        EngineStartupError: an engine ended, or contradicts the protocol, or nobody wants the client any longer.
     """
     set_aside: list[list[bytes]] = []
     next_report = started + REPORT_EVERY_S
@@ -278,6 +283,8 @@ def wait_for_engines(
                     logger.warning("engine %s is gone since its HELLO: %s", engine_index_of(frames[0]), exc.strerror)
         if (death := first_death()) is not None:
             raise startup_error(death)
+        if (event := given_up.get()) is not None and event.is_set():
+            raise EngineStartupError(f"given up while waiting: {startup.missing()}", stage="ready")
         waited = time.monotonic() - started
         if waited > ready_timeout_s:
             raise EngineStartupTimeout(

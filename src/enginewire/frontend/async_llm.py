@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import threading
 import time
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
+from enginewire.client.startup import given_up
 from enginewire.config import EngineConfig
 from enginewire.errors import ClientClosedError, EngineClientError, EngineDeadError, EngineGenerateError
 from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt
@@ -82,11 +84,17 @@ class AsyncLLM:
     @classmethod
     async def create(cls, model: str | Path | None = None, **arguments: Any) -> Self:
         """Make one without stopping the event loop; the arguments are the constructor's."""
-        making = asyncio.ensure_future(asyncio.to_thread(cls, model, **arguments))
+        unwanted = threading.Event()
+        token = given_up.set(unwanted)  # the task, and the thread, take a copy of the context
+        try:
+            making = asyncio.ensure_future(asyncio.to_thread(cls, model, **arguments))
+        finally:
+            given_up.reset(token)
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            # The thread cannot be stopped; what it makes is not wanted.
+            # The thread cannot be stopped; it stops waiting for engines, and what it makes otherwise is not wanted.
+            unwanted.set()
             making.add_done_callback(_shut_down_result)
             raise
 
