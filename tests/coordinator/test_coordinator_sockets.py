@@ -193,6 +193,22 @@ def test_a_restarted_rank_is_told_ready_and_its_old_counts_are_gone(world: World
     Engine(world, 1).gets(b"READY")
 
 
+def test_counts_of_a_rank_that_is_back_outlive_its_old_connection(world: World) -> None:
+    """A silent host's connection ends long after its engine was started again elsewhere."""
+    engines = world.engines()
+    frontend = Frontend(world)
+    engines[1].counts(7, 8)
+    frontend.sees([[0, 0], [7, 8]], 0, False)
+    engines.append(Engine(world, 1))
+    engines[2].counts(2, 3)
+    frontend.sees([[0, 0], [2, 3]], 0, False)
+    engines[1].close()
+    engines[0].counts(1, 0)
+    frontend.sees([[1, 0], [2, 3]], 0, False)
+    engines[2].close()
+    frontend.sees([[1, 0], [0, 0]], 0, False)
+
+
 def test_no_frame_ends_it(world: World) -> None:
     """Defect 30."""
     engines = world.engines()

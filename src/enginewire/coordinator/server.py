@@ -95,7 +95,8 @@ class CoordinatorServer:
         self._subscribers = Connections(self._engines)
         self._subscribed: set[int] = set()
         self._reporters = Connections(self._reports)
-        self._rank_of: dict[int, set[int]] = {}
+        self._connection_of: dict[int, int] = {}
+        """By engine index: where its last report came from."""
 
     def run(self, lifeline: Channel) -> None:
         """Serve until the other end of ``lifeline`` hangs up. No message ends it (defect 30)."""
@@ -155,10 +156,8 @@ class CoordinatorServer:
         index = self.coordinator.reported([frame.bytes for frame in frames], time.monotonic())
         if index is None:
             return
-        connection = connection_of(frames[0])
-        if self._reporters.is_open(connection):
-            self._rank_of.setdefault(connection, set()).add(index)
-        else:  # its last words
+        self._connection_of[index] = connection_of(frames[0])
+        if not self._reporters.is_open(self._connection_of[index]):  # its last words
             self.coordinator.engine_gone(index, time.monotonic())
 
     def _from_frontend(self, frames: list[zmq.Frame]) -> None:
@@ -170,6 +169,7 @@ class CoordinatorServer:
 
     def _note_closed(self) -> None:
         self._subscribed.difference_update(self._subscribers.take_closed())
-        for connection in self._reporters.take_closed():
-            for index in self._rank_of.pop(connection, ()):
+        if closed := self._reporters.take_closed():
+            for index in [index for index, connection in self._connection_of.items() if connection in closed]:
+                del self._connection_of[index]
                 self.coordinator.engine_gone(index, time.monotonic())
