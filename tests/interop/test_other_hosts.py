@@ -10,19 +10,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from deployment import Deployment
-from environments import Environment, ensure
+from environments import Environment
 from processes import ENGINE_FLAGS, Runner, expect_ready, poll_until
 
 from enginewire.testing import free_tcp_port
 from support.netns import Host, two_hosts
 
 HEARTBEAT_TIMEOUT_S = 3
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Environment:
-    """The reference version alone: two engines on two processors are slow to start."""
-    return ensure("0.25.1")
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,10 @@ import httpx
 import psutil
 import pytest
 from deployment import Deployment
-from environments import HERE, Environment, ensure
+from environments import HERE, Environment
 from processes import ENGINE_FLAGS, Runner, expect_ready, poll_until
 
 from enginewire.testing import free_tcp_port
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Environment:
-    """0.25.1 alone: 0.32.0's ranks want a store of torch's at the frontend."""
-    return ensure("0.25.1")
 
 
 @pytest.fixture(scope="module")
