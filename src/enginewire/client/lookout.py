@@ -273,7 +273,7 @@ class Lookout:
             self._greet(engine, now)
         elif engine.state is not EngineState.DEAD and now > self._give_up_at[index]:
             self._give_up(engine)
-        elif engine.state is EngineState.LOST and not engine.is_ours and index not in self._starting:
+        elif engine.state is EngineState.LOST and index not in self._starting:
             self._abort_stale(engine, now, functools.partial(self._restored, engine, engine.link.num_closed))
 
     def _start_again(self, engine: Engine, now: float) -> None:
@@ -413,7 +413,7 @@ class Lookout:
         self._give_up_at[engine.index] = math.inf if limit is None else now + max(limit, at_least_s)
 
     def _give_up(self, engine: Engine) -> None:
-        if engine.is_ours:
+        if engine.is_ours and self._launcher is not None:
             self._give_up_start(engine)
             return
         cause = engine.death.cause if engine.death is not None else "an earlier frontend had it"
