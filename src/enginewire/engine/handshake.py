@@ -56,8 +56,8 @@ class Handshake:
             raise self._error(f"the handshake failed: {exc}") from exc
         self._watch: ConnectionWatch | None = ConnectionWatch(self._socket)
         """Until INIT has come; nobody would read it afterwards."""
-        self._is_connected = False
-        """What was said while it was not is kept by the socket, and must not be said twice."""
+        self._was_cut_off = False
+        """Since it was connected last. What is said before it is connected at all is kept by the socket."""
 
     def hello(self, timeout_s: float = INIT_TIMEOUT_S) -> EngineHandshakeMetadata:
         """Say HELLO and wait for INIT: whom to connect to, and what ranks in lock-step have to know of each other.
@@ -71,9 +71,11 @@ class Handshake:
         deadline = time.monotonic() + timeout_s
         while not self._socket.poll(SIGNAL_CHECK_MS):
             for is_connected in self._watch.changes() if self._watch is not None else ():
-                if self._is_connected and not is_connected:  # HELLO, or the answer to it, died with the frontend
+                # HELLO, or the answer to it, died with the frontend. Not before there is another: what is said to a
+                # connection that is just being lost may be lost with it.
+                if is_connected and self._was_cut_off:
                     self._say("HELLO")
-                self._is_connected = is_connected
+                self._was_cut_off = not is_connected
             if time.monotonic() >= deadline:
                 raise self._error(f"no response from the frontend at {self._address} within {timeout_s:g} s")
         self._end_watch()

@@ -19,7 +19,7 @@ from enginewire.wire.sampling import StructuredOutputsParams
 BACKEND: Final = "guidance"
 """vLLM's frontends try ``xgrammar`` first and fall back to this one after checking with the libraries themselves, which
 we do not have. This one takes every kind of constraint, and a regular expression or schema that it does not
-understand ends the text at once, where it ends the engine under ``xgrammar`` (seen with 0.25.1 and 0.32.0)."""
+understand ends the text at once, where it ends the engine under ``xgrammar`` (seen with 0.25.1)."""
 
 _LEXEME: Final = re.compile(
     r"""(?P<space> \s+ | \#[^\n]* )
