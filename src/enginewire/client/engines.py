@@ -12,16 +12,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from enginewire.client.balancer import EngineLoad
+from enginewire.client.balancer import EngineLoad, LoadBalancer
 from enginewire.client.base import EngineStatus
 from enginewire.client.restarts import Restarts
 from enginewire.errors import EngineDeath
 from enginewire.transport.peers import PeerWatch
 from enginewire.transport.sockets import bind_pull, bind_router
+from enginewire.wire.capabilities import EVERYTHING, Capabilities, EngineInfo
 from enginewire.wire.codec import OutputsDecoder
 from enginewire.wire.frames import engine_identity
 from enginewire.wire.profile import V0_25, WireProfile
@@ -142,6 +143,7 @@ class Engine:
         is_haunted: it may send outputs for ids that are not live: from before a loss, or of another client.
         in_doubt: a message was dropped that may have been the last for one of its requests.
         load: what a balancer sees of it.
+        num_moved, num_lost: requests that went on elsewhere, and that failed, because it was gone.
     """
 
     def __init__(self, index: int, link: Link, *, is_ours: bool, restarts: Restarts | None = None) -> None:
@@ -162,6 +164,8 @@ class Engine:
         self.is_haunted = False
         self.in_doubt = False
         self.load = EngineLoad(index)
+        self.num_moved = 0
+        self.num_lost = 0
         self.use_link(link)
 
     def use_link(self, link: Link) -> None:
@@ -176,6 +180,12 @@ class Engine:
         self.profile = profile
         self.link.decoders[self.index] = OutputsDecoder(profile.received_outputs)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do, as it says; one that says nothing is trusted to refuse what it cannot."""
+        info = None if self.ready is None else self.ready.enginewire
+        return info.capabilities if isinstance(info, EngineInfo) else EVERYTHING
+
     def __repr__(self) -> str:
         return f"<Engine {self.index} {self.state} live={len(self.live)}>"
 
@@ -185,6 +195,7 @@ class Engines:
 
     Attributes:
         ready: those that take requests.
+        owners: by request id, the engine that has a live request of this client, or had it last.
         death: why the client is dead: the last of its engines died, and none is awaited.
         untold: deaths and losses whose requests and calls have not been failed yet. The receiver does that, after
             what the engine sent before.
@@ -197,6 +208,7 @@ class Engines:
         # Guards states, `ready` and `death`, which change together. Reentrant: see UtilityCalls.
         self._lock = threading.RLock()
         self.ready: tuple[Engine, ...] = ()
+        self.owners: dict[str, Engine] = {}
         self.death: EngineDeath | None = None
         self.untold: deque[tuple[Engine, EngineDeath]] = deque()
         self.on_change: Callable[[EngineStatus], None] | None = None
@@ -217,6 +229,16 @@ class Engines:
     def get(self, index: int | None) -> Engine | None:
         """Return the engine of this rank, ``None`` if it is not ours."""
         return None if index is None else self._engines.get(index)
+
+    def pick(self, request: EngineCoreRequest, balancer: LoadBalancer, among: Sequence[Engine]) -> Engine:
+        """Have a balancer choose the engine that gets a request, which the caller sends."""
+        if len(among) == 1:
+            return among[0]
+        for engine in among:
+            engine.load.in_flight = len(engine.live)
+        engine = self._engines[balancer.pick(request, [engine.load for engine in among])]
+        engine.load.add()
+        return engine
 
     def may_return(self, engine: Engine) -> bool:
         """Whether it can come back by itself once it is lost: somebody else starts it, and we wait."""
@@ -313,4 +335,6 @@ class Engines:
             is_gone and (engine.is_ours or self.may_return(engine)),
             engine.ready,
             engine.num_restarts,
+            engine.num_moved,
+            engine.num_lost,
         )

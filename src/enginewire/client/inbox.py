@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from enginewire.client.engines import Engine, Engines, Link
+from enginewire.client.failover import Failover
 from enginewire.client.utilities import UtilityCalls
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError
@@ -22,8 +24,24 @@ logger = logging.getLogger(__name__)
 
 Frames = Sequence[Buffer]
 
-Arrival = tuple[Link, Frames] | EngineCoreOutputs
-"""What waits for the consumer: a message as it came, and from where; or one of our own, with failures."""
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """An engine's requests that fail, unless they have ended by the time that the consumer gets here.
+
+    Attributes:
+        reason: why, as a ``stop_reason``.
+        is_loss: the engine is gone with them, and they may go on elsewhere.
+    """
+
+    engine: Engine
+    request_ids: Sequence[str]
+    reason: str
+    is_loss: bool = False
+
+
+Arrival = tuple[Link, Frames] | Failures | EngineCoreOutputs
+"""What waits for the consumer: a message as it came, and from where; or one of our own."""
 
 
 class Inbox:
@@ -37,6 +55,7 @@ class Inbox:
         calls: utility calls in flight.
         dropped: messages that made no sense, so far.
         links: what the receiver reads; replaced, not changed, when it is to read others.
+        failover: moves requests, if they are to be moved.
         marked: links on which a death marker came that nobody has looked into yet.
     """
 
@@ -44,6 +63,7 @@ class Inbox:
         self.config = config
         self.calls = UtilityCalls(allow_pickle=config.allow_pickle)
         self.dropped = 0
+        self.failover: Failover | None = None
         self.marked: deque[Link] = deque()
         self.links: tuple[Link, ...] = ()
         self._engines = engines
@@ -54,7 +74,7 @@ class Inbox:
     @property
     def live(self) -> set[str]:
         """Ids of the requests whose last output has not been taken yet."""
-        return {request_id for engine in self._engines for request_id in list(engine.live)}
+        return set(self._engines.owners)
 
     # The receiver's side.
 
@@ -91,33 +111,54 @@ class Inbox:
 
     def take(self, item: Arrival) -> EngineCoreOutputs | None:
         """Decode a message for the consumer and forget the requests that it ends; ``None`` if it makes no sense."""
-        if isinstance(item, EngineCoreOutputs):  # our own: failures of requests that may have ended meanwhile
-            message, engine = item, self._engines[item.engine_index]
-            message.outputs = [output for output in message.outputs if output.request_id in engine.live]
-        else:
-            link, frames = item
-            try:
-                engine = link.sole or self._sender(link, frames)
-                message = link.decoders[engine.index].decode(frames)
-            except DecodeError as exc:
-                self._drop_in_doubt(link, str(exc))
-                return None
-            if message.engine_index != engine.index:
-                self.drop(f"outputs of engine {message.engine_index}, which is not ours")
-                return None
-            if message.utility_output is not None:  # with outputs, which it overrides: :meth:`sort` did not see it
-                self.calls.finish(message.utility_output, message.engine_index)
-                return None
-            if message.scheduler_stats is not None:
-                stats = message.scheduler_stats
-                num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-                engine.load.report(num_waiting, stats.num_running_reqs, stats.kv_cache_usage)
-            if engine.is_haunted:
-                message.outputs = _without_strangers(engine, message.outputs)
+        if isinstance(item, EngineCoreOutputs):
+            return item
+        if isinstance(item, Failures):
+            return self._take_failures(item)
+        link, frames = item
+        try:
+            engine = link.sole or self._sender(link, frames)
+            message = link.decoders[engine.index].decode(frames)
+        except DecodeError as exc:
+            self._drop_in_doubt(link, str(exc))
+            return None
+        if message.engine_index != engine.index:
+            self.drop(f"outputs of engine {message.engine_index}, which is not ours")
+            return None
+        if message.utility_output is not None:  # with outputs, which it overrides: :meth:`sort` did not see it
+            self.calls.finish(message.utility_output, message.engine_index)
+            return None
+        if message.scheduler_stats is not None:
+            stats = message.scheduler_stats
+            num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            engine.load.report(num_waiting, stats.num_running_reqs, stats.kv_cache_usage)
+        if engine.is_haunted:
+            message.outputs = _without_strangers(engine, message.outputs)
+        if self.failover is not None:
+            message.outputs = self.failover.delivered(engine, message.outputs)
         for output in message.outputs:
             if output.finish_reason is not None:
                 engine.live.pop(output.request_id, None)
+                self._engines.owners.pop(output.request_id, None)
         return message
+
+    def _take_failures(self, failures: Failures) -> EngineCoreOutputs | None:
+        engine, owners, reason = failures.engine, self._engines.owners, failures.reason
+        request_ids = [request_id for request_id in failures.request_ids if request_id in engine.live]
+        for request_id in request_ids:
+            engine.live.pop(request_id, None)
+        if self.failover is None:
+            engine.num_lost += len(request_ids) if failures.is_loss else 0
+            outputs: list[EngineCoreOutput] = [
+                ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+                for request_id in request_ids
+                if owners.pop(request_id, None) is not None
+            ]
+        elif failures.is_loss:
+            outputs = [*self.failover.lost(engine, request_ids, reason)]
+        else:
+            outputs = [*self.failover.fail(request_ids, reason)]
+        return ReceivedOutputs(engine.index, outputs) if outputs else None
 
     def _sender(self, link: Link, frames: Frames) -> Engine:
         """Find out who of several on one link sent a message. Raises :class:`DecodeError`."""
@@ -147,14 +188,3 @@ def _without_strangers(engine: Engine, outputs: list[EngineCoreOutput]) -> list[
         elif output.finish_reason is None:
             engine.stale.add(output.request_id)
     return ours
-
-
-def failures(engine: Engine, request_ids: Iterable[str], reason: str) -> EngineCoreOutputs:
-    """Make the message that tells the consumer which of an engine's requests failed, and why."""
-    return ReceivedOutputs(
-        engine.index,
-        [
-            ReceivedOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
-            for request_id in request_ids
-        ],
-    )

@@ -24,7 +24,7 @@ import zmq
 from enginewire.client.balancer import LoadBalancer
 from enginewire.client.coordination import CoordinatorLink
 from enginewire.client.engines import Engine, Engines, EngineState, Link
-from enginewire.client.inbox import Arrival, Inbox, failures
+from enginewire.client.inbox import Arrival, Failures, Inbox
 from enginewire.client.outbox import Outbox
 from enginewire.client.pings import REPEAT_S, Pings
 from enginewire.client.reception import Reception
@@ -45,7 +45,7 @@ from enginewire.transport.sockets import receive_message, send_message
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import engine_index_of
 from enginewire.wire.handshake import HandshakeMessage
-from enginewire.wire.messages import EngineCoreOutputs, SchedulerStats
+from enginewire.wire.messages import EngineCoreOutputs, ReceivedOutputs, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Lookout:
         self._newcomers: dict[int, list[bytes]] = {}
         """HELLOs of ranks that have an engine, or had one."""
         self._give_up_at: dict[int, float] = {}
-        self._news: deque[EngineCoreOutputs] = deque()
+        self._news: deque[Arrival] = deque()
         """For the consumer, next time."""
         self._handshake_decoder = MsgpackDecoder(HandshakeMessage)
 
@@ -138,6 +138,9 @@ class Lookout:
         if self._engines.death is None:
             for engine in self._engines:
                 self._act_on(engine, now)
+            if self._inbox.failover is not None:
+                for engine, end in self._inbox.failover.send_waiting(now):
+                    arrivals.append(ReceivedOutputs(engine.index, [end]))
         return arrivals
 
     # Signs.
@@ -244,7 +247,7 @@ class Lookout:
             self._inbox.calls.engine_lost(engine.index, f"the engine was lost meanwhile: {death.cause}")
             request_ids = list(engine.live)  # a copy: consumers in other threads change it meanwhile
             if request_ids:
-                arrivals.append(failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}"))
+                arrivals.append(Failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}", is_loss=True))
             engine.stale.update(request_ids)
             engine.is_haunted = True
             self._await_return(engine, now)
@@ -449,7 +452,7 @@ class Lookout:
 
     def _note_known(self, engine: Engine, asked: frozenset[str], answer: concurrent.futures.Future[list[str]]) -> None:
         if answer.exception() is None:
-            self._news.append(failures(engine, asked.difference(answer.result()), LAST_OUTPUT_DROPPED))
+            self._news.append(Failures(engine, [*asked.difference(answer.result())], LAST_OUTPUT_DROPPED))
         else:
             logger.warning("a message was dropped, and the engine cannot say whether it ended a request")
 

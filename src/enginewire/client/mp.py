@@ -17,6 +17,7 @@ import zmq
 from enginewire.client.balancer import make_balancer
 from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
 from enginewire.client.engines import Engine, Engines, EngineState
+from enginewire.client.failover import Failover
 from enginewire.client.inbox import Inbox
 from enginewire.client.launch import Launch
 from enginewire.client.outbox import Outbox
@@ -88,6 +89,15 @@ class MPClient(EngineCoreClient):
         self.inbox = Inbox(self.config, self.engines)
         self.outbox = Outbox(self.config, client_index)
         self._balancer = make_balancer(self.config.load_balancer, client_count=client_count, client_index=client_index)
+        if self.config.failover != "none":
+            self.inbox.failover = Failover(
+                self.config.failover,
+                self.config.failover_timeout_s,
+                self.engines,
+                self.outbox,
+                self._balancer,
+                self.resources.send_lock,
+            )
         self._memory: Memory | None = None
         me = weakref.ref(self)
 
@@ -178,17 +188,23 @@ class MPClient(EngineCoreClient):
 
     def _send_add(self, request: EngineCoreRequest) -> None:
         self._ensure_open()  # under the lock: the socket is not closed before the message is out
-        for engine in self.engines:
-            if request.request_id in engine.live:
-                raise DuplicateRequestIdError(request.request_id)
+        request_id, owners = request.request_id, self.engines.owners
+        if request_id in owners:
+            raise DuplicateRequestIdError(request_id)
         coordination = self.lookout.coordination
         if coordination is not None:
             request.current_wave = coordination.wave
         while True:
             engine = self._engine_for(request)
+            owners[request_id] = engine  # before it is sent: its only output may be faster than us
             try:
+                if self.inbox.failover is not None:
+                    self.inbox.failover.begins(engine, request)
                 self.outbox.add(engine, request)
-            except zmq.ZMQError as exc:
+            except BaseException as exc:
+                self._forget(request_id)
+                if not isinstance(exc, zmq.ZMQError):
+                    raise
                 error = self._unreachable(engine, exc)
                 if request.data_parallel_rank is not None or not self.engines.ready:
                     raise error from exc
@@ -212,15 +228,18 @@ class MPClient(EngineCoreClient):
             if engine.state is not EngineState.READY:
                 raise self._unavailable(engine)
             return engine
-        if len(ready) == 1:
-            return ready[0]
         if not ready:
             raise self._unavailable()
-        for engine in ready:
-            engine.load.in_flight = len(engine.live)
-        engine = self.engines[self._balancer.pick(request, [engine.load for engine in ready])]
-        engine.load.add()
-        return engine
+        return self.engines.pick(request, self._balancer, ready)
+
+    def _forget(self, request_id: str) -> tuple[Engine | None, str]:
+        """Follow a request no longer; return the engine that has it, and the id under which it does."""
+        engine, failover = self.engines.owners.pop(request_id, None), self.inbox.failover
+        if failover is not None:
+            request_id = failover.forget(request_id)
+        if engine is not None:
+            engine.live.pop(request_id, None)
+        return engine, request_id
 
     def _send_abort(self, request_ids: Sequence[str]) -> None:
         """Send ABORT to the engines that have the requests; no-op for no ids and for engines that are gone (C-42).
@@ -229,19 +248,16 @@ class MPClient(EngineCoreClient):
         """
         if not request_ids or self.engine_dead or self.resources.closing:
             return
-        owners = {
-            request_id: engine for engine in self.engines for request_id in request_ids if request_id in engine.live
-        }
+        owned = [self._forget(request_id) for request_id in request_ids]
         for engine in self.engines.ready:
-            ids = [request_id for request_id in request_ids if owners.get(request_id, engine) is engine]
+            ids = [request_id for owner, request_id in owned if owner is engine or owner is None]
             with contextlib.suppress(zmq.ZMQError):  # it is gone, and its requests with it
                 if ids:
                     self.outbox.abort(engine, ids)
-        for request_id, engine in owners.items():
-            engine.live.pop(request_id, None)
 
     def engine_index_of(self, request_id: str) -> int | None:
-        return next((engine.index for engine in self.engines if request_id in engine.live), None)
+        engine = self.engines.owners.get(request_id)
+        return None if engine is None else engine.index
 
     def _start_calls(
         self, method: str, args: Sequence[Any], make_waiter: Callable[[], W], engine_index: int | None = None

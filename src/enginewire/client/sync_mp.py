@@ -55,6 +55,8 @@ class SyncMPClient(MPClient):
         self._batch: deque[Arrival] = deque()
         # Held by the consumer who waits for the next batch: the others wait for him, and take from what he got.
         self._turn = threading.Lock()
+        # Held while a message is taken, if requests may move: what was delivered before a loss is known when that is.
+        self._order = threading.Lock()
         self._end: End | None = None
         self._receiver: _Receiver | None = None
         super().__init__(config, executor_class, log_stats, **kwargs)
@@ -95,14 +97,23 @@ class SyncMPClient(MPClient):
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            try:
-                item = self._batch.popleft()
-            except IndexError:
-                self._wait_for_batch(deadline, timeout)
-                continue
-            message = self.inbox.take(item)
+            if self.inbox.failover is None:
+                was_there, message = self._take_next()
+            else:
+                with self._order:
+                    was_there, message = self._take_next()
             if message is not None:
                 return message
+            if not was_there:
+                self._wait_for_batch(deadline, timeout)
+
+    def _take_next(self) -> tuple[bool, EngineCoreOutputs | None]:
+        """Take what is next, if anything is there; ``None`` if it is nothing for the caller."""
+        try:
+            item = self._batch.popleft()
+        except IndexError:
+            return False, None
+        return True, self.inbox.take(item)
 
     def _wait_for_batch(self, deadline: float | None, timeout: float | None) -> None:
         self._ensure_own_process()

@@ -11,7 +11,7 @@ import pytest
 from client_harness import output
 from enginewire import EngineConfig, EngineCoreOutputs, FinishReason
 from enginewire.client.engines import Engine, Engines
-from enginewire.client.inbox import Inbox, failures
+from enginewire.client.inbox import Failures, Inbox
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ENGINE_CORE_DEAD, Buffer
 from enginewire.wire.messages import SchedulerStats, utility_output
@@ -44,7 +44,9 @@ class Correspondence:
         return self.inbox.take((self.engines[index].link, frames))
 
     def admit(self, *request_ids: str, index: int = 0) -> None:
-        self.engines[index].live.update(dict.fromkeys(request_ids))
+        engine = self.engines[index]
+        engine.live.update(dict.fromkeys(request_ids))
+        self.engines.owners.update(dict.fromkeys(request_ids, engine))
 
 
 @pytest.fixture
@@ -158,7 +160,7 @@ def test_what_a_restarted_engine_sent_before_is_read_as_it_was_sent() -> None:
 def test_failures_spare_what_has_ended_meanwhile(one: Correspondence) -> None:
     """C-55: whatever comes first, a request's last output or the loss of its engine, it ends once."""
     one.admit("a", "b")
-    failed = failures(one.engines[0], ["a", "b"], "engine_lost: engine 0: gone")
+    failed = Failures(one.engines[0], ["a", "b"], "engine_lost: engine 0: gone")
     one.take(encode(EngineCoreOutputs(outputs=[output("a", finished=True)])))
     message = one.inbox.take(failed)
     assert message is not None
