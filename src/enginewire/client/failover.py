@@ -158,7 +158,7 @@ class Failover:
         balancer: LoadBalancer,
         send_lock: threading.RLock,
     ) -> None:
-        self._mode = mode
+        self._mode: Mode = mode
         self._timeout_s = timeout_s
         self._engines = engines
         self._outbox = outbox
