@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from enginewire.config import EngineConfig
     from enginewire.engine.executor import Executor, ExecutorCapacity
     from enginewire.errors import (
+        AddressError,
         ClientClosedError,
         ConfigError,
         DuplicateRequestIdError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "AsyncLLM": "enginewire.frontend.async_llm",
     "Capabilities": "enginewire.wire.capabilities",
+    "AddressError": "enginewire.errors",
     "ClientClosedError": "enginewire.errors",
     "CompletionOutput": "enginewire.frontend.outputs",
     "ConfigError": "enginewire.errors",
@@ -71,6 +73,7 @@ _HOME_OF = {
 
 __all__ = [
     "LLM",
+    "AddressError",
     "AsyncLLM",
     "Capabilities",
     "ClientClosedError",

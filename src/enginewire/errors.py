@@ -22,6 +22,7 @@
     │   └── DecodeError            the peer's fault: bytes that are not the message they should be
     ├── ModelError                 a model file, folder or alias that cannot be used
     └── ConfigError                a setting that cannot be (also a ``ValueError``)
+        └── AddressError           … because nothing can listen there (also an ``OSError``)
 """
 
 from __future__ import annotations
@@ -225,6 +226,13 @@ class ModelError(EngineClientError):
 
 class ConfigError(EngineClientError, ValueError):
     """A setting has a value it cannot have."""
+
+
+class AddressError(OSError, ConfigError):
+    """An address cannot be bound: another process has it, or it is none of this host."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class EngineStartupModelError(EngineStartupError, ModelError):

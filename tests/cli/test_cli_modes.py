@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 from collections import Counter
 
@@ -63,3 +64,16 @@ def test_requests_reach_the_engines_of_the_mode(start: Start, mode: str) -> None
         process.terminate()
     for process in (server, *engines):
         assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("flags", ["-dp 2 -dpl 0", "-dp 2 -dpl 0 --api-server-count 2"])
+def test_a_meeting_port_that_is_taken_is_one_line(start: Start, flags: str) -> None:
+    with socket.create_server(("127.0.0.1", free_tcp_port())) as other:
+        port = other.getsockname()[1]
+        server = start("serve", "echo", "--port", "0", *flags.split(), "-dpp", str(port))
+        _, log = server.communicate(timeout=DEADLINE_S)
+    assert server.returncode == 1
+    assert log.splitlines()[-1] == (
+        f"enginewire: error: cannot bind tcp://127.0.0.1:{port}: Address already in use; another process listens there"
+    )
+    assert "Traceback" not in log

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import zmq
 
+from enginewire.errors import AddressError
 from enginewire.transport.endpoints import is_ipv6
 from enginewire.transport.listeners import endpoint_of
 from enginewire.wire.frames import Buffer
@@ -26,6 +28,12 @@ HEARTBEAT_S = (1.0, 10.0)
 
 MAX_TTL_MS = 6_553_599
 """What fits into a heartbeat's 16 bits, in tenths of a second."""
+
+_BIND_HINTS = {
+    errno.EADDRINUSE: "; another process listens there",
+    errno.EADDRNOTAVAIL: "; a frontend binds an address of its own host, and engines connect to it",
+    errno.ENODEV: "; no such host or interface",
+}
 
 LISTENER_SCHEME = "fd://"
 """``fd://4``: a socket that listens already and was handed to this process."""
@@ -226,7 +234,9 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as exc:
-        raise OSError(exc.errno, f"cannot bind {endpoint}: {exc.strerror}") from exc
+        why, *_ = str(exc.strerror).partition(" (addr=")  # pyzmq repeats the address there
+        hint = _BIND_HINTS.get(exc.errno or 0, "")
+        raise AddressError(exc.errno, f"cannot bind {endpoint}: {why}{hint}") from exc
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
