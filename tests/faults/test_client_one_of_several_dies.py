@@ -106,6 +106,7 @@ def test_when_the_last_engine_is_dead_so_is_the_client(kind: str) -> None:
             drain()
         with pytest.raises(EngineDeadError):
             face.is_sleeping()
+        assert [status.num_in_flight for status in face.client.engine_statuses()] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", MP_FACES)

@@ -330,7 +330,7 @@ class Engines:
             engine.index,
             str(engine.state),
             engine.death,
-            len(engine.live),
+            0 if engine.state is EngineState.DEAD else len(engine.live),
             engine.num_deaths,
             is_gone and (engine.is_ours or self.may_return(engine)),
             engine.ready,
