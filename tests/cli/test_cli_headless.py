@@ -220,6 +220,12 @@ def test_flags_that_contradict_each_other_are_refused_with_the_reason(
     assert REFUSED[words] in line
 
 
+def test_several_server_processes_do_not_restart_engines_and_say_so() -> None:
+    result = run("serve", "echo", "--port", "0", "-dp", "2", "--api-server-count", "2", "--set", "restart_engine=1")
+    assert result.returncode == 1
+    assert "restart_engine needs a single server process" in result.stderr
+
+
 def test_two_modes_at_once_are_wrong_usage() -> None:
     result = run("serve", "echo", "--data-parallel-hybrid-lb", "--data-parallel-external-lb")
     assert result.returncode == 2

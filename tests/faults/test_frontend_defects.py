@@ -200,8 +200,8 @@ def test_ready_responses_of_strangers_and_repeated_ones_do_not_end_start_up(kind
         face = Face(kind, lambda: make_client(kind, mock_config(port)))
         try:
             thread.join()
-            assert_serves(face, engine)
             wait_until(lambda: face.config.max_model_len == 256, PATIENCE_S, "the second response's turn")
+            assert_serves(face, engine)
         finally:
             face.close()
 

@@ -14,7 +14,7 @@ from enginewire.engine.core import EngineCore
 from enginewire.engine.registry import find_executor
 from enginewire.engine.spec import describe
 from enginewire.engine.utilities import failure_text, invoke_utility
-from enginewire.errors import EngineDeath, UtilityCallError
+from enginewire.errors import ConfigError, EngineDeath, UtilityCallError
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
 
@@ -27,13 +27,19 @@ class InprocClient(EngineCoreClient):
         log_stats: overrides ``config.log_stats``.
 
     Raises:
-        ConfigError: the executor cannot be found.
+        ConfigError: the executor cannot be found, or there are to be several engines, or none here.
         Exception: whatever its constructor raises.
     """
 
     def __init__(
         self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None
     ) -> None:
+        if len(config.managed_ranks) > 1 or not config.starts_engines:
+            raise ConfigError(
+                f"an engine in this process is one engine, started here; got data_parallel_size "
+                f"{config.data_parallel_size}, data_parallel_size_local {config.data_parallel_size_local}. "
+                "Use multiprocess_mode=True"
+            )
         self.config = config.copy()
         if log_stats is not None:
             self.config.log_stats = log_stats

@@ -289,7 +289,8 @@ def wait_for_engines(
         if waited > ready_timeout_s:
             raise EngineStartupTimeout(
                 f"not ready within {ready_timeout_s:g} s: {startup.missing()}. Slow loading of weights is the usual "
-                "cause; ready_timeout_s (environment: VLLM_ENGINE_READY_TIMEOUT_S) raises the limit",
+                "cause, or for engines elsewhere that nobody started them with this address; ready_timeout_s "
+                "(environment: VLLM_ENGINE_READY_TIMEOUT_S) raises the limit",
                 stage="ready",
                 log_tail=log_tail(),
             )

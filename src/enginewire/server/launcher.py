@@ -73,6 +73,11 @@ async def launch(
     """
     if config.data_parallel_external_lb or config.data_parallel_hybrid_lb:
         raise ConfigError("several server processes over one engine or one node's are not part of this version")
+    if config.restart_engine:
+        raise ConfigError(
+            "restart_engine needs a single server process in this version: leave one of restart_engine and "
+            f"--api-server-count out, got restart_engine={config.restart_engine}, {settings.api_server_count} processes"
+        )
     launcher = Launcher(config, settings, listener)
     drain_s: float | None = None
     try:

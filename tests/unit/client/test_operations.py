@@ -16,6 +16,7 @@ from enginewire.client.mp import MPClient
 from enginewire.client.sync_mp import SyncMPClient
 from enginewire.engine.core import EngineCore
 from enginewire.engine.utilities import UTILITIES
+from enginewire.errors import ConfigError
 
 C_03 = {
     "add_request", "abort_requests", "get_output", "get_supported_tasks", "profile", "reset_mm_cache",
@@ -137,3 +138,10 @@ def test_the_factory_picks_the_client_for_several_engines(
         monkeypatch.setattr(dp, name, lambda *args, name=name, **kwargs: calls.append(name))
     EngineCoreClient.make_async_mp_client(EngineConfig.create("echo", **settings))
     assert calls == [face]
+
+
+@pytest.mark.parametrize("settings", [{"data_parallel_size": 2}, {"data_parallel_size_local": 0}])
+def test_an_engine_in_this_process_is_one(settings: dict[str, int]) -> None:
+    """Several engines, or engines elsewhere, need another process."""
+    with pytest.raises(ConfigError, match=r"one engine, started here.*multiprocess_mode=True"):
+        EngineCoreClient.make_client(False, False, EngineConfig.create("echo", **settings))
