@@ -100,16 +100,18 @@ class SpawnsThenHangs(EchoExecutor):
 
 
 class WorksOnce(EchoExecutor):
-    """Works when it is made for the first time; later ones raise, or never finish loading, as the option ``then`` says.
+    """Works as often as the option ``works`` says (1); those that are made later raise, or never finish loading.
 
-    The option ``mark`` is the path of a file that shows whether there was a first time.
+    The option ``then`` says which; the option ``mark`` is the path of a file that counts.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        mark, then = config.executor_options.pop("mark"), config.executor_options.pop("then")
-        if os.path.exists(mark):
+        options = config.executor_options
+        mark, then, works = options.pop("mark"), options.pop("then"), options.pop("works", 1)
+        with open(mark, "a") as file:
+            file.write("x")
+        if os.path.getsize(mark) > works:
             if then == "hang":
                 threading.Event().wait()
-            raise RuntimeError("it worked once")
-        with open(mark, "w"):
-            super().__init__(config)
+            raise RuntimeError("it worked once" if works == 1 else f"it worked {works} times")
+        super().__init__(config)

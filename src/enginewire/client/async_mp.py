@@ -206,12 +206,12 @@ class _Receiver:
         self._stopped = False
         self._links: tuple[Link, ...] = ()
         self._descriptors: dict[Link, list[int]] = {}
-        self._read_links()
+        self.read_links()
         if self._lookout.coordination is not None:
             loop.add_reader(self._lookout.coordination.descriptor, self._look)
         self._timer = loop.call_later(LOOK_S, self._look)
 
-    def _read_links(self) -> None:
+    def read_links(self) -> None:
         """Read the links that are to be read now, and no others."""
         if self._links is self._inbox.links:
             return
@@ -270,7 +270,7 @@ class _Receiver:
             return
         if self._engines.death is None:
             self._hand_over(self._lookout.look(monotonic()))
-            self._read_links()
+            self.read_links()
         if self._engines.death is not None and (client := self._client()) is not None:
             client._finish(self._engines.death.exception)
 

@@ -29,7 +29,7 @@ class EngineStatus:
 
     Attributes:
         index: global rank.
-        state: ``starting``, ``ready``, ``lost`` (its return is awaited) or ``dead``.
+        state: ``starting``, ``ready``, ``lost`` (its return is awaited), ``dead``, or ``leaving`` (to be taken out).
         death: why it is gone, or was the last time; ``None``: it never was.
         num_in_flight: requests of this client that it has.
         num_deaths: how often it died or was lost.
@@ -60,6 +60,7 @@ class EngineCoreClient(ABC):
             ``num_gpu_blocks``, ``capabilities`` …).
         on_engine_change: called when an engine becomes ready, is lost or dies, with its new status; on any thread, so
             it should be quick. It lives as long as the client's engines are watched: until ``shutdown()``.
+        is_scaling: the number of engines is being changed.
 
     Raises (any operation):
         EngineDeadError: the engine is gone, or all of several are; says why.
@@ -71,6 +72,7 @@ class EngineCoreClient(ABC):
 
     config: EngineConfig
     on_engine_change: Callable[[EngineStatus], None] | None = None
+    is_scaling: bool = False
 
     @staticmethod
     def make_client(
@@ -385,8 +387,8 @@ class EngineCoreClient(ABC):
         """Whether lock-step engines are in a wave; one engine never is."""
         return False
 
-    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """Change the number of engines while serving."""
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float | None = None) -> None:
+        """Change the number of engines while serving; see :meth:`DPLBAsyncMPClient.scale_elastic_ep`."""
         raise NotImplementedError(
             f"{type(self).__name__} drives one engine; DPLBAsyncMPClient is the client that scales"
         )

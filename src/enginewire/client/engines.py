@@ -49,6 +49,8 @@ class EngineState(StrEnum):
     LOST = "lost"
     """Gone, and its return is awaited."""
     DEAD = "dead"
+    LEAVING = "leaving"
+    """Gets no requests any longer, and is taken out once those that it has are done."""
 
 
 class Link:
@@ -224,7 +226,30 @@ class Engines:
 
     def add(self, engine: Engine) -> None:
         """Take in an engine, which is starting."""
-        self._engines[engine.index] = engine
+        with self._lock:
+            self._engines = {**self._engines, engine.index: engine}  # others may be going through it
+
+    def leaves(self, engine: Engine) -> None:
+        """Note that an engine is being taken out: it gets no requests any longer, and is not started again."""
+        with self._lock:
+            self._enter(engine, EngineState.LEAVING)
+        logger.info("engine=%d leaves num_requests=%d", engine.index, len(engine.live))
+        self._tell(engine)
+
+    def stays(self, engine: Engine, state: EngineState) -> None:
+        """Note that an engine is not taken out after all, and is what it was before."""
+        with self._lock:
+            if engine.state is EngineState.LEAVING:
+                self._enter(engine, state)
+        self._tell(engine)
+
+    def remove(self, engine: Engine) -> None:
+        """Forget an engine that is gone by our own will."""
+        with self._lock:
+            self._engines = {index: each for index, each in self._engines.items() if each is not engine}
+            for other in self:
+                self._enter(other, other.state)
+        logger.info("engine=%d is taken out", engine.index)
 
     def get(self, index: int | None) -> Engine | None:
         """Return the engine of this rank, ``None`` if it is not ours."""
@@ -286,6 +311,8 @@ class Engines:
         return True
 
     def _restart_or_give_up(self, engine: Engine, death: EngineDeath) -> tuple[EngineState, EngineDeath]:
+        if engine.state is EngineState.LEAVING:
+            return EngineState.DEAD, death
         engine.restart_at = engine.restarts.ended(time.monotonic())
         if engine.restart_at is not None:
             return EngineState.LOST, death

@@ -32,12 +32,14 @@ class Failures:
     Attributes:
         reason: why, as a ``stop_reason``.
         is_loss: the engine is gone with them, and they may go on elsewhere.
+        is_death: it ended, and was not taken out.
     """
 
     engine: Engine
     request_ids: Sequence[str]
     reason: str
     is_loss: bool = False
+    is_death: bool = True
 
 
 Arrival = tuple[Link, Frames] | Failures | EngineCoreOutputs
@@ -111,10 +113,8 @@ class Inbox:
 
     def take(self, item: Arrival) -> EngineCoreOutputs | None:
         """Decode a message for the consumer and forget the requests that it ends; ``None`` if it makes no sense."""
-        if isinstance(item, EngineCoreOutputs):
-            return item
-        if isinstance(item, Failures):
-            return self._take_failures(item)
+        if not isinstance(item, tuple):
+            return self._take_failures(item) if isinstance(item, Failures) else item
         link, frames = item
         try:
             engine = link.sole or self._sender(link, frames)
@@ -155,7 +155,7 @@ class Inbox:
                 if owners.pop(request_id, None) is not None
             ]
         elif failures.is_loss:
-            outputs = [*self.failover.lost(engine, request_ids, reason)]
+            outputs = [*self.failover.lost(engine, request_ids, reason, is_death=failures.is_death)]
         else:
             outputs = [*self.failover.fail(request_ids, reason)]
         return ReceivedOutputs(engine.index, outputs) if outputs else None

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import zmq
@@ -71,8 +71,11 @@ class Lookout:
         reception: makes links for engines that are restarted; ``None``: somebody else does the handshake.
         balancer: forgets what it knows of an engine that is gone.
         memory: is told of each engine that becomes ready, for a frontend that comes after this one.
-        launcher: starts engines of ours again; ``None``: somebody else starts them.
+        launcher: starts engines of ours; ``None``: somebody else starts them.
         specs: what it starts, by rank.
+
+    Attributes:
+        held: ranks that take no requests yet, although they are ready: others are to be ready with them.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Lookout:
         balancer: LoadBalancer | None,
         memory: Memory | None,
         launcher: EngineLauncher | None,
-        specs: Mapping[int, EngineSpec],
+        specs: dict[int, EngineSpec],
     ) -> None:
         self._config = config
         self._engines = engines
@@ -99,8 +102,9 @@ class Lookout:
         self._reception = reception
         self._balancer = balancer
         self._memory = memory
-        self._launcher = launcher
-        self._specs = specs
+        self.launcher = launcher
+        self.specs = specs
+        self.held: frozenset[int] = frozenset()
         self.coordination: CoordinatorLink | None = None
         """To the coordinator, if there is one; what it publishes is taken in along with the rest."""
         self._pings = Pings(inbox.calls, outbox)
@@ -260,8 +264,11 @@ class Lookout:
     def _act_on(self, engine: Engine, now: float) -> None:
         """Do what is next for an engine."""
         index = engine.index
-        if index in self._starting and self._starting[index].is_complete:
-            self.welcome(engine, self._starting.pop(index).ready_of(index))
+        if engine.state is EngineState.LEAVING:
+            return
+        if self.is_up(index):
+            if index not in self.held:
+                self.welcome(engine, self._starting.pop(index).ready_of(index))
         elif engine.state is EngineState.READY:
             if index in self._newcomers:
                 self._question(engine, now)
@@ -280,21 +287,47 @@ class Lookout:
             self._abort_stale(engine, now, functools.partial(self._restored, engine, engine.link.num_closed))
 
     def _start_again(self, engine: Engine, now: float) -> None:
-        """Have an engine of ours started again. It says HELLO, as any other that comes back."""
-        assert self._launcher is not None, "who cannot start engines has none that restart"
-        config, restarts = self._config, engine.restarts
         engine.restart_at = None
-        engine.is_running = True
         engine.num_restarts += 1
+        restarts = engine.restarts
+        logger.warning("engine=%d is started again restart=%d/%d", engine.index, restarts.in_a_row, restarts.limit)
+        self.start(engine, now)
+
+    def start(self, engine: Engine, now: float) -> None:
+        """Have an engine of ours started. It says HELLO, as any other that comes; if it cannot start, it is lost."""
+        assert self.launcher is not None, "it is ours"
+        config = self._config
         # HELLO comes from the second process of vLLM, which imports all of it before.
         limit = config.ready_timeout_s if config.starts_vllm else config.hello_timeout_s
         self._give_up_at[engine.index] = now + limit
-        logger.warning("engine=%d is started again restart=%d/%d", engine.index, restarts.in_a_row, restarts.limit)
+        engine.is_running = True
         self._engines.starts_anew(engine)
         try:
-            self._launcher.start(self._specs[engine.index])
+            self.launcher.start(self.specs[engine.index])
         except EngineStartupError as exc:
             self._engines.lost(EngineDeath(engine.index, str(exc)))
+
+    def open_link(self, index: int) -> Link:
+        """Bind a link for an engine that is to be started. Raises :class:`OSError`."""
+        assert self._reception is not None, "who starts engines receives them"
+        return self._reception.open_link(index)
+
+    def is_up(self, index: int) -> bool:
+        """Whether an engine that was started is ready, and does not take requests yet."""
+        return index in self._starting and self._starting[index].is_complete
+
+    def dismiss(self, engine: Engine) -> None:
+        """Forget an engine whose process has been stopped."""
+        index = engine.index
+        for memory in (self._starting, self._newcomers, self._give_up_at, self.specs):
+            memory.pop(index, None)
+        self._pings.drop(index)
+        self._disconnected.discard(index)
+        self._close_link(engine.link)
+        self._engines.remove(engine)
+        if self._balancer is not None:
+            self._balancer.removed(index)
+        self._apply_ready_responses()
 
     def _abort_stale(self, engine: Engine, now: float, then: Callable[[], None]) -> None:
         """Abort what an engine may still be running for nobody; the answer to a ping behind that says that it has."""
@@ -405,18 +438,21 @@ class Lookout:
     def _introduce(self, engine: Engine, ready: Ready) -> None:
         engine.use_profile(ready.profile)
         engine.ready = ready.response
-        responses = [each.ready for each in self._engines if each.ready is not None]
-        apply_ready_responses(self._config, responses, max_model_len=self._max_model_len)
+        self._apply_ready_responses()
         engine.has_been_ready = True
         if self._memory is not None:
             self._memory.remember(self._engines)
+
+    def _apply_ready_responses(self) -> None:
+        responses = [each.ready for each in self._engines if each.ready is not None]
+        apply_ready_responses(self._config, responses, max_model_len=self._max_model_len)
 
     def _await_return(self, engine: Engine, now: float, at_least_s: float = 0.0) -> None:
         limit = self._config.engine_return_timeout_s
         self._give_up_at[engine.index] = math.inf if limit is None else now + max(limit, at_least_s)
 
     def _give_up(self, engine: Engine) -> None:
-        if engine.is_ours and self._launcher is not None:
+        if engine.is_ours and self.launcher is not None:
             self._give_up_start(engine)
             return
         cause = engine.death.cause if engine.death is not None else "an earlier frontend had it"
@@ -429,13 +465,13 @@ class Lookout:
 
     def _give_up_start(self, engine: Engine) -> None:
         """Take an engine that was started again and does not come up for dead; it may be started once more."""
-        assert self._launcher is not None, "it was started"
+        assert self.launcher is not None, "it was started"
         startup = self._starting.get(engine.index)
         missing = startup.missing() if startup is not None else f"engine {engine.index} has not said HELLO"
-        log_tail = self._launcher.log_tail(engine.index)
+        log_tail = self.launcher.log_tail(engine.index)
         self._engines.lost(EngineDeath(engine.index, f"it does not come up: {missing}", None, log_tail))
         if engine.state is EngineState.DEAD:
-            stop = functools.partial(self._launcher.stop, engine.index, 0.0)  # waits for its end
+            stop = functools.partial(self.launcher.stop, engine.index, 0.0)  # waits for its end
             threading.Thread(target=stop, name="enginewire-stop-engine", daemon=True).start()
 
     def _ask_for_losses(self, engine: Engine) -> None:

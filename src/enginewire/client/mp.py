@@ -249,7 +249,9 @@ class MPClient(EngineCoreClient):
         if not request_ids or self.engine_dead or self.resources.closing:
             return
         owned = [self._forget(request_id) for request_id in request_ids]
-        for engine in self.engines.ready:
+        for engine in self.engines:
+            if engine.state not in (EngineState.READY, EngineState.LEAVING):
+                continue
             ids = [request_id for owner, request_id in owned if owner is engine or owner is None]
             with contextlib.suppress(zmq.ZMQError):  # it is gone, and its requests with it
                 if ids:
@@ -303,8 +305,11 @@ class MPClient(EngineCoreClient):
         """Make the error for a request that cannot be sent, to this engine or to any."""
         if self.engines.death is not None:
             return self.engines.death.exception()
-        death = self.engines.first_loss() if engine is None else engine.death
-        return EngineUnavailableError(death or EngineDeath(engine.index if engine else 0, "it is not ready yet"))
+        if engine is None:
+            death = self.engines.first_loss() or EngineDeath(0, "it is not ready yet")
+        else:
+            death = engine.death or EngineDeath(engine.index, f"it is {engine.state}")
+        return EngineUnavailableError(death)
 
     def dp_engines_running(self) -> bool:
         coordination = self.lookout.coordination

@@ -48,8 +48,10 @@ class Reception:
         self._context = context
         self._config = config
         self._endpoints = endpoints
-        self._local_ranks = () if config.starts_vllm else config.local_ranks
         self._incarnations: Counter[int] = Counter()
+
+    def _is_local(self, index: int) -> bool:
+        return index in self._config.local_ranks and not self._config.starts_vllm
 
     def open_link(self, index: int) -> Link:
         """Bind a link for the next incarnation of an engine. Raises :class:`OSError`."""
@@ -60,7 +62,7 @@ class Reception:
             except OSError as exc:
                 logger.warning("engine %d of an earlier frontend is not looked for: %s", index, exc.strerror)
         name = f"{index}.{self._incarnations[index]}"
-        addresses = self._endpoints.of_link(name, is_local=index in self._local_ranks)
+        addresses = self._endpoints.of_link(name, is_local=self._is_local(index))
         return Link(self._context, self._config, addresses)
 
     def expected(self, index: int, link: Link) -> Expected:
@@ -68,7 +70,7 @@ class Reception:
         addresses = EngineZmqAddresses(inputs=[link.input_address], outputs=[link.output_address], **self._coordinator)
         return Expected(
             addresses,
-            is_local=index in self._local_ranks,
+            is_local=self._is_local(index),
             is_other_nodes=index in self._config.other_ranks,
             parallel_config=self._parallel_config,
         )

@@ -318,6 +318,18 @@ class AsyncLLM:
         """Call a method of every worker by name; returns one result per worker."""
         return await self._client.collective_rpc_async(method, timeout, args, kwargs)
 
+    # The number of engines.
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float | None = None) -> None:
+        """Have so many engines from now on; see ``DPLBAsyncMPClient.scale_elastic_ep``."""
+        self._ensure_handler()
+        await self._client.scale_elastic_ep(new_data_parallel_size, drain_timeout)
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the number of engines is being changed."""
+        return self._client.is_scaling
+
     # The end.
 
     def shutdown(self, timeout: float | None = None) -> None:
