@@ -14,6 +14,7 @@ from enginewire.wire.capabilities import EVERYTHING, Capabilities
 SchedulingPolicy = Literal["fcfs", "priority"]
 Transport = Literal["auto", "ipc", "tcp"]
 Failover = Literal["none", "resume", "exact"]
+Backend = Literal["mp", "ray"]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -53,6 +54,9 @@ class EngineConfig:
         data_parallel_hybrid_lb: somebody else spreads the load over nodes, each frontend over its node's engines.
         data_parallel_lock_step: the engines step together (mixture-of-experts models over data parallel ranks), so a
             coordinator keeps their waves.
+        data_parallel_backend: what starts engines: ``mp``: processes of this machine; ``ray``: a Ray cluster, with an
+            actor for each, see docs/ray.md. The frontend then binds to this node's address in the cluster.
+        ray_resources: what Ray sets aside for each engine, ``{"CPU": 4}``; names of your own choose among nodes.
         load_balancer: how a client with several engines picks one, see :mod:`enginewire.client.balancer`.
         wire_version: the vLLM version whose layout an engine speaks: ``0.25.1`` or ``0.32.0``; ``None``: what a
             frontend's first request shows. Clients find out by themselves.
@@ -101,6 +105,8 @@ class EngineConfig:
     data_parallel_lock_step: bool = False
     data_parallel_address: str = "127.0.0.1"
     data_parallel_rpc_port: int = 29550
+    data_parallel_backend: Backend = "mp"
+    ray_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     load_balancer: str = "prefix"
     wire_version: str | None = None
     heartbeat_interval_s: float = 1.0
@@ -163,6 +169,11 @@ class EngineConfig:
         self._one_of("scheduling_policy", get_args(SchedulingPolicy))
         self._one_of("transport", get_args(Transport))
         self._one_of("failover", get_args(Failover))
+        self._one_of("data_parallel_backend", get_args(Backend))
+        if not self.ray_resources or not all(amount > 0 for amount in self.ray_resources.values()):
+            raise ConfigError(
+                f"ray_resources must be amounts above 0 by name, as {{'CPU': 1}}; got {self.ray_resources}"
+            )
         if self.wire_version is not None:
             self._known_version(self.wire_version)
         if self.data_parallel_lock_step and (self.failover != "none" or self.restart_engine):
@@ -225,12 +236,23 @@ class EngineConfig:
 
     @property
     def starts_vllm(self) -> bool:
-        """Whether the engines that the client starts are vLLM's: they come by tcp, as those started elsewhere do."""
+        """Whether the engines that the client starts are vLLM's."""
         return self.starts_engines and self.executor == "vllm"
+
+    @property
+    def starts_with_ray(self) -> bool:
+        """Whether the engines that the client starts are placed by Ray."""
+        return self.starts_engines and self.data_parallel_backend == "ray"
+
+    @property
+    def starts_by_tcp(self) -> bool:
+        """Whether the engines that the client starts come by tcp, as those do that are started elsewhere."""
+        return self.starts_vllm or self.starts_with_ray
 
     def copy(self) -> EngineConfig:
         """Return a copy, so that what one client learns from its engine does not reach another's settings."""
-        return dataclasses.replace(self, executor_options=dict(self.executor_options))
+        options, resources = dict(self.executor_options), dict(self.ray_resources)
+        return dataclasses.replace(self, executor_options=options, ray_resources=resources)
 
     def _known_version(self, version: object) -> None:
         from enginewire.wire.profile import PROFILES, profile_named  # both layouts' tables, which few need so early

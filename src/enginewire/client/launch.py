@@ -34,8 +34,8 @@ from enginewire.coordinator import DPCoordinator
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineStartupError, EngineStartupTimeout
 from enginewire.host.executor_source import ExecutorSource, executor_source
+from enginewire.host.launch import make_launcher
 from enginewire.host.launcher import EngineLauncher, EngineManager
-from enginewire.host.manager import CoreEngineProcManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints, tcp_host
 from enginewire.transport.sockets import bind_also, bind_router, receive_message
 from enginewire.wire.frames import engine_identity
@@ -109,7 +109,9 @@ class Launch:
         config, resources = self._config, self._resources
         # Before a folder is made: this may import much, and who is killed meanwhile should leave nothing behind.
         source = executor_source(executor_class or config.executor) if config.starts_engines else None
-        endpoints = resources.endpoints = choose_endpoints(config)
+        launcher = None if source is None else make_launcher(config)
+        self._launcher = resources.engine_manager = launcher
+        endpoints = resources.endpoints = choose_endpoints(config, None if launcher is None else launcher.host)
         handshakes = self._bind_handshake(endpoints.handshakes)
         if config.data_parallel_lock_step and config.data_parallel_size > 1 and config.managed_ranks[0] == 0:
             resources.coordinator = DPCoordinator.start(config, folder=endpoints.folder)
@@ -127,11 +129,10 @@ class Launch:
             restarts = Restarts(config.restart_engine, config.restart_window_s) if is_ours else None
             self._engines.add(Engine(index, link, is_ours=is_ours, restarts=restarts))
         self._reception = reception
-        if source is not None:
+        if source is not None and launcher is not None:
             for index in config.local_ranks:
                 self._specs[index] = self._engine_spec(source, index, handshakes[0], endpoints)
-            self._launcher = CoreEngineProcManager([*self._specs.values()], forward_log=config.forward_engine_log)
-            resources.engine_manager = self._launcher
+                launcher.start(self._specs[index])
         if any(not engine.is_ours for engine in self._engines):
             logger.info("waiting for engines that are started elsewhere, on %s", handshakes[-1])
 
@@ -158,8 +159,8 @@ class Launch:
             executor_pickle=source.pickled,
             sys_path=[str(Path(entry or ".").absolute()) for entry in sys.path],
             engine_index=index,
-            local=True,
-            headless=False,
+            local=not config.starts_by_tcp,
+            headless=config.starts_by_tcp,
             cleanup_paths=[endpoints.folder] if endpoints.folder else [],
             **addresses,
         )

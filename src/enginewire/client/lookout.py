@@ -206,7 +206,7 @@ class Lookout:
                 self._disconnected.add(engine.index)  # its last word may still be on its way over the other socket
             elif engine.is_ours:
                 sign = "the connection to it was lost"
-                if not self._config.starts_vllm:  # of its two processes the one that is watched ends seconds later
+                if not self._config.starts_by_tcp:  # of vLLM's processes the one that is watched ends seconds later
                     sign += f", as by an output beyond max_frame_bytes ({self._config.max_frame_bytes})"
                 self._expect_death(engine, sign)
             elif link.sole is None:  # whose connection it was is not known
@@ -297,8 +297,8 @@ class Lookout:
         """Have an engine of ours started. It says HELLO, as any other that comes; if it cannot start, it is lost."""
         assert self.launcher is not None, "it is ours"
         config = self._config
-        # HELLO comes from the second process of vLLM, which imports all of it before.
-        limit = config.ready_timeout_s if config.starts_vllm else config.hello_timeout_s
+        # HELLO comes from the second process of vLLM, which imports all of it before; Ray has to find a place.
+        limit = config.ready_timeout_s if config.starts_by_tcp else config.hello_timeout_s
         self._give_up_at[engine.index] = now + limit
         engine.is_running = True
         self._engines.starts_anew(engine)

@@ -51,7 +51,7 @@ class Reception:
         self._incarnations: Counter[int] = Counter()
 
     def _is_local(self, index: int) -> bool:
-        return index in self._config.local_ranks and not self._config.starts_vllm
+        return index in self._config.local_ranks and not self._config.starts_by_tcp
 
     def open_link(self, index: int) -> Link:
         """Bind a link for the next incarnation of an engine. Raises :class:`OSError`."""

@@ -61,8 +61,14 @@ class EngineManager(Protocol):
 class EngineLauncher(EngineManager, Protocol):
     """Starts engines and takes them out, one at a time, while others serve.
 
-    Implementations: :class:`~enginewire.host.manager.CoreEngineProcManager` (processes of this machine).
+    Implementations: :class:`~enginewire.host.manager.CoreEngineProcManager` (processes of this machine) and
+    :class:`~enginewire.host.ray_actors.CoreEngineActorManager` (a Ray cluster).
     """
+
+    @property
+    def host(self) -> str | None:
+        """The address at which its engines reach this machine; ``None``: they run on it."""
+        ...
 
     def start(self, spec: EngineSpec) -> None:
         """Start an engine: of a new rank, or another one of a rank that has one, which counts no longer.

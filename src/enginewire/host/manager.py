@@ -16,13 +16,13 @@ import selectors
 import signal
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineDeath, EngineStartupError
+from enginewire.host.incarnations import Incarnations
 from enginewire.host.launcher import LAST_WORDS_S
 from enginewire.host.process import EngineProcess
 
@@ -36,7 +36,7 @@ KILLED_S: Final = 10.0
 """How long a killed process may take to disappear; the kernel may be writing its memory out."""
 
 
-class CoreEngineProcManager:
+class CoreEngineProcManager(Incarnations[EngineProcess]):
     """Owns engine processes and the one thread that watches and reaps them: an ``EngineLauncher`` of this machine.
 
     The thread holds no reference to a client and ends with :meth:`shutdown`.
@@ -45,9 +45,6 @@ class CoreEngineProcManager:
         specs: one per engine to start.
         forward_log: pass their logs on to our stderr.
         on_ready: is told, by the watching thread, the index of each engine of ours that says it is ready.
-
-    Attributes:
-        processes: the current one of each rank. Never changed, but replaced.
 
     Raises:
         EngineStartupError: a process could not be started; none is left.
@@ -60,20 +57,13 @@ class CoreEngineProcManager:
         forward_log: bool = True,
         on_ready: Callable[[int], None] = lambda engine_index: None,
     ) -> None:
-        self.processes: dict[int, EngineProcess] = {}
+        super().__init__(LAST_WORDS_S)
         self._forward_log = forward_log
         self._on_ready = on_ready
-        # Guards what is running and each process's `death`. Reentrant: the garbage collector may call `shutdown` in
-        # the middle of anything.
-        self._lock = threading.RLock()
-        # Held while a death is reported, and while a rank changes hands: no report is about a former process.
-        self._report_lock = threading.RLock()
         self._running: list[EngineProcess] = []  # former ones too, until they are reaped
         self._newcomers: list[EngineProcess] = []
-        self._on_death: Callable[[EngineDeath], None] | None = None
         self._is_watched = False
         self._is_closing = False
-        self._someone_ended = threading.Condition(self._lock)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="enginewire-monitor", daemon=True)
@@ -85,6 +75,16 @@ class CoreEngineProcManager:
         except BaseException:
             self._give_up()
             raise
+
+    @property
+    def host(self) -> None:
+        """Engines run here."""
+        return None
+
+    @property
+    def processes(self) -> dict[int, EngineProcess]:
+        """The current one of each rank."""
+        return self.current
 
     def _give_up(self) -> None:
         """Undo a construction that failed or was interrupted, which may be while the thread starts."""
@@ -104,9 +104,8 @@ class CoreEngineProcManager:
         process = EngineProcess(spec, forward_log=self._forward_log, on_ready=self._on_ready)
         with self._report_lock, self._lock:
             if not self._is_closing:
-                if (former := self.processes.get(index)) is not None:
+                if (former := self._replace(process)) is not None:
                     self._signal([former], signal.SIGKILL, group=True)
-                self.processes = {**self.processes, index: process}
                 self._running.append(process)
                 self._newcomers.append(process)
                 self._wake()
@@ -116,48 +115,12 @@ class CoreEngineProcManager:
 
     def stop(self, engine_index: int, timeout: float) -> None:
         """Take a rank out: SIGTERM, and SIGKILL after ``timeout`` seconds; see ``EngineLauncher``."""
-        with self._report_lock, self._lock:
-            processes = dict(self.processes)
-            process = processes.pop(engine_index, None)
-            self.processes = processes
-        if process is not None:
+        if (process := self._take_out(engine_index)) is not None:
             self._end([process], timeout)
 
-    def watch_deaths(self, on_death: Callable[[EngineDeath], None]) -> None:
-        """Have each death reported by the watching thread; one that happened already is reported at once."""
-        with self._report_lock:
-            with self._lock:
-                self._on_death = on_death
-                deaths = [process.death for process in self.processes.values() if process.death is not None]
-            for death in deaths:
-                on_death(death)
-
-    def has(self, engine_index: int) -> bool:
-        """Whether an engine was started here."""
-        return engine_index in self.processes
-
-    def first_death(self) -> EngineDeath | None:
-        """Return the death of an engine that has ended, ``None`` while all live."""
-        return next((process.death for process in self.processes.values() if process.death is not None), None)
-
-    def wait_for_death(self, timeout: float, engine_index: int | None = None) -> EngineDeath | None:
-        """Return the death of an engine that has ended or is just ending, ``None`` while it lives."""
-
-        def death() -> EngineDeath | None:
-            if engine_index is None:
-                return self.first_death()
-            process = self.processes.get(engine_index)
-            return None if process is None else process.death
-
-        with self._someone_ended:
-            self._someone_ended.wait_for(lambda: death() is not None, timeout)
-        return death()
-
     def expect_death(self, sign: str, engine_index: int | None = None) -> None:
-        """Have a death reported within a second, even if the process does not end; see ``EngineLauncher``."""
-        for index, process in self.processes.items():
-            if engine_index in (None, index):
-                process.expected_death = process.expected_death or (time.monotonic() + LAST_WORDS_S, sign)
+        """Have a death reported within a second, even if the process does not end; see ``EngineManager``."""
+        super().expect_death(sign, engine_index)
         self._wake()
 
     def log_tail(self, engine_index: int) -> tuple[str, ...]:
@@ -230,7 +193,6 @@ class CoreEngineProcManager:
 
     def _look_at(self, process: EngineProcess, selector: selectors.BaseSelector) -> None:
         """Reap a process that has ended, and report a death that is known or overdue."""
-        death: EngineDeath | None = None
         if process.has_ended():
             for stream in (process.log, process.lifeline):
                 with contextlib.suppress(KeyError):
@@ -239,21 +201,10 @@ class CoreEngineProcManager:
                 death = process.reap()
                 self._running.remove(process)
                 self._someone_ended.notify_all()
-        elif process.expected_death is not None:
-            deadline, sign = process.expected_death
-            if time.monotonic() > deadline:
-                cause = f"{sign}, and its process has not ended since"
-                death = EngineDeath(process.engine_index, cause, None, tuple(process.log_tail))
-        if death is None or process.death is not None:  # the first cause sticks
-            return
-        with self._report_lock:
-            with self._lock:
-                process.death = death
-                is_current = self.processes.get(process.engine_index) is process
-                on_death = self._on_death if is_current else None
-                self._someone_ended.notify_all()
-            if on_death is not None:
-                on_death(death)
+            self._report(process, death)
+        elif (sign := process.overdue_sign()) is not None:
+            cause = f"{sign}, and its process has not ended since"
+            self._report(process, EngineDeath(process.engine_index, cause, None, tuple(process.log_tail)))
 
 
 def _poll_s(running: Sequence[EngineProcess]) -> float:

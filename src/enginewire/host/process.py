@@ -17,6 +17,7 @@ from typing import Final
 from enginewire.engine.channel import LENGTH_BYTES
 from enginewire.engine.spec import READY, DeathNote, EngineSpec
 from enginewire.errors import EngineDeath, EngineStartupError, describe_exit
+from enginewire.host.incarnations import Incarnation
 from enginewire.host.vllm import VLLM, vllm_command, vllm_end, vllm_environment
 
 LOG_TAIL_LINES: Final = 40
@@ -28,7 +29,7 @@ MAX_LOG_LINE_BYTES: Final = 4096
 _READY_WORDS: Final = len(READY).to_bytes(LENGTH_BYTES, "big") + READY
 
 
-class EngineProcess:
+class EngineProcess(Incarnation):
     """One engine process: its pid, its lifeline, the tail of its log. Everything here is called by the manager.
 
     Args:
@@ -38,12 +39,10 @@ class EngineProcess:
     """
 
     def __init__(self, spec: EngineSpec, *, forward_log: bool, on_ready: Callable[[int], None]) -> None:
-        self.engine_index = spec.engine_index
+        super().__init__(spec.engine_index)
         self.forward_log = forward_log
         self._is_vllm = spec.executor == VLLM
         self.log_tail: deque[str] = deque(maxlen=VLLM_LOG_TAIL_LINES if self._is_vllm else LOG_TAIL_LINES)
-        self.death: EngineDeath | None = None
-        self.expected_death: tuple[float, str] | None = None
         self.is_leaving = False
         self.is_status_lost = False
         self._on_ready = on_ready

@@ -60,8 +60,12 @@ class Endpoints:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def choose_endpoints(config: EngineConfig) -> Endpoints:
+def choose_endpoints(config: EngineConfig, reachable_host: str | None = None) -> Endpoints:
     """Decide where the sockets of a client with these settings go.
+
+    Args:
+        config: the settings.
+        reachable_host: this machine's address for engines that the client starts on others; ``None``: they run here.
 
     Raises:
         ConfigError: ``transport="ipc"`` and there is no folder for ipc sockets.
@@ -69,7 +73,10 @@ def choose_endpoints(config: EngineConfig) -> Endpoints:
     num_local = len(config.local_ranks)
     handshakes: list[str] = []
     folder, host = None, LOOPBACK
-    if num_local and not config.starts_vllm:
+    if reachable_host is not None:
+        host = tcp_host(reachable_host)
+        handshakes.append(f"tcp://{host}:*")
+    elif num_local and not config.starts_vllm:
         folder = None if config.transport == "tcp" else _private_folder(config.ipc_dir, config.transport)
         if folder is not None:
             handshakes.append(f"ipc://{folder}/handshake")
