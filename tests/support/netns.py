@@ -66,14 +66,31 @@ class Host:
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Make two hosts. Skips the test where that is not allowed, unless ``CI`` is set: there it fails."""
     with contextlib.ExitStack() as stack:
-        try:
+        with _skipped_where_forbidden():
             near, far = (Host(f"10.203.0.{number}", _new_namespace(stack)) for number in (1, 2))
             _connect(near, far)
-        except (OSError, subprocess.CalledProcessError) as exc:
-            if os.environ.get("CI") == "true":
-                raise
-            pytest.skip(f"network namespaces cannot be made here: {exc}")
         yield near, far
+
+
+@contextlib.contextmanager
+def lone_host() -> Iterator[Host]:
+    """Make a host without a cable, which reaches itself and nothing else. Skips as :func:`two_hosts` does."""
+    with contextlib.ExitStack() as stack:
+        with _skipped_where_forbidden():
+            host = Host("127.0.0.1", _new_namespace(stack))
+            with host.entered():
+                _ip("link", "set", "lo", "up")
+        yield host
+
+
+@contextlib.contextmanager
+def _skipped_where_forbidden() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, subprocess.CalledProcessError) as exc:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"network namespaces cannot be made here: {exc}")
 
 
 def _new_namespace(stack: contextlib.ExitStack) -> int:
