@@ -22,6 +22,7 @@ SETTINGS: Final = (
     "data_parallel_rpc_port",
     "data_parallel_hybrid_lb",
     "data_parallel_external_lb",
+    "data_parallel_backend",
     "load_balancer",
     "wire_version",
 )
@@ -71,7 +72,11 @@ def add_data_parallel_options(parser: argparse.ArgumentParser, *, for_server: bo
         default=None,
         help="a balancer spreads the load; each engine has a server of its own",
     )
-    add("--data-parallel-backend", choices=("mp", "ray"), default="mp", help="what starts engines (default: mp)")
+    add(
+        "--data-parallel-backend",
+        choices=("mp", "ray"),
+        help="processes of this machine or a Ray cluster (default: mp)",
+    )
     add(
         "--load-balancer",
         metavar="NAME",
@@ -90,11 +95,8 @@ def data_parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     given = {name: getattr(args, name, None) for name in SETTINGS} | dict(args.set)
     settings: dict[str, Any] = {name: given[name] for name in SETTINGS if given[name] is not None}
-    if getattr(args, "data_parallel_backend", "mp") == "ray":
-        raise ConfigError(
-            "--data-parallel-backend ray is not part of this version; start engines on other nodes with "
-            "`enginewire serve MODEL --headless`"
-        )
+    if settings.get("data_parallel_backend") == "ray":
+        _check_ray(args)
     if getattr(args, "headless", False):
         _check_headless(settings, args.api_server_count)
         return settings
@@ -126,6 +128,17 @@ def headless_ranks(config: EngineConfig) -> range:
     """Return the ranks whose engines a headless node runs."""
     start = config.data_parallel_start_rank
     return range(start, start + (config.data_parallel_size_local or 0))
+
+
+def _check_ray(args: argparse.Namespace) -> None:
+    """Refuse what contradicts engines that are placed by Ray."""
+    if getattr(args, "headless", False):
+        raise ConfigError(
+            "--headless starts engines on this node, and --data-parallel-backend ray has Ray start them on any; a node "
+            "of the cluster needs `ray start` and no command of enginewire's"
+        )
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError("--data-parallel-backend ray goes with one server process; leave out --api-server-count")
 
 
 def _check_headless(settings: dict[str, Any], api_server_count: int | None) -> None:
