@@ -18,7 +18,7 @@ ARGS ?=
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core bench bench-check bench-serve ci clean
+.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core ray-test bench bench-check bench-serve ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ interop-core: $(DEV_STAMP) ## the part of it that .ci/run runs
 	@$(BIN)/enginewire pull
 	tests/interop/setup_vllm.sh 0.25.1 0.32.0
 	$(PYTEST) -m core tests/interop $(ARGS)
+
+ray-test: $(DEV_STAMP) ## engines on a Ray cluster of three simulated nodes; installs Ray into .venv
+	$(PIP) install --editable '.[dev,ray]'
+	$(PYTEST) tests/ray $(ARGS)
 
 bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in one run
 	@$(BIN)/enginewire pull
