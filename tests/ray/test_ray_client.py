@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from enginewire.errors import RequestLostError
 
 NUM_STREAMS = 32
 BACK_WITHIN_S = 60.0
+PROGRAM_S = 120.0
 SETTINGS: dict[str, Any] = {
     "data_parallel_backend": "ray",
     "data_parallel_size": 4,
@@ -27,7 +31,7 @@ RESTARTED: dict[str, Any] = {"failover": "exact", "restart_engine": 10, "restart
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 
-async def text_of(llm: AsyncLLM, rank: int, started: asyncio.Semaphore) -> str:
+async def text_of(llm: AsyncLLM, rank: int | None, started: asyncio.Semaphore) -> str:
     """Run a request on one engine; its text, or the cause of its end."""
     text, is_started = "", False
     async for output in llm.generate(f"rank {rank}: so it goes on and on. ", PARAMS, data_parallel_rank=rank):
@@ -100,3 +104,68 @@ async def test_without_failover_requests_of_a_lost_node_fail_with_the_cause(clus
         alive = next(status.index for status in llm.engine_statuses() if status.state == "ready")
         assert len(errors) == len(dead) * NUM_STREAMS // 4
         assert len(await text_of(llm, alive, asyncio.Semaphore(0))) == PARAMS.max_tokens
+
+
+@pytest.mark.anyio
+async def test_engines_come_and_go_under_load() -> None:
+    """Grow and shrink: no request fails, and nothing is left of those that went."""
+    async with AsyncLLM("echo", **{**SETTINGS, "data_parallel_size": 2}, failover="exact", drain_timeout_s=0.5) as llm:
+        is_over = False
+
+        async def load() -> list[str]:
+            texts = []
+            while not is_over:
+                texts.append(await text_of(llm, None, asyncio.Semaphore(0)))
+            return texts
+
+        running = [asyncio.ensure_future(load()) for _ in range(8)]
+        for size in (4, 1, 2):
+            await llm.scale_elastic_ep(size)
+            assert len(engine_processes()) == size
+            assert len(llm.engine_statuses()) == size
+        is_over = True
+        texts = [text for texts in await asyncio.gather(*running) for text in texts]
+        assert {len(text) for text in texts} == {PARAMS.max_tokens}
+
+
+DRIVER = """
+import os, signal, sys
+from enginewire import LLM, SamplingParams
+
+def on_term(number, frame):
+    print("told to stop", flush=True)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, on_term)
+    with LLM("echo", data_parallel_backend="ray", data_parallel_size=2, forward_engine_log=False) as llm:
+        assert signal.getsignal(signal.SIGTERM) is on_term
+        os.kill(os.getpid(), signal.SIGTERM)
+        (output,) = llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))
+        print(len(output.outputs[0].token_ids), flush=True)
+        if sys.argv[1:] == ["wait"]:
+            signal.pause()
+    import ray
+    print(ray.is_initialized(), flush=True)
+"""
+
+
+@pytest.fixture
+def driver(cluster: TestCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A program of its own that finds the cluster by RAY_ADDRESS."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    return [sys.executable, str(tmp_path / "driver.py")]
+
+
+def test_a_program_that_is_not_connected_is_for_the_time_it_has_engines(driver: list[str]) -> None:
+    """And Ray, which replaces the handler of SIGTERM twice, leaves it as it was: we are a library."""
+    done = subprocess.run(driver, capture_output=True, text=True, timeout=PROGRAM_S)
+    assert done.stdout.splitlines() == ["told to stop", "3", "False"], done.stderr
+
+
+def test_a_program_that_is_killed_leaves_no_engine(driver: list[str]) -> None:
+    with subprocess.Popen([*driver, "wait"], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert [program.stdout.readline() for _ in range(2)] == ["told to stop\n", "3\n"]
+        assert len(engine_processes()) == 2
+        program.kill()
