@@ -17,6 +17,7 @@ ARGS ?=
 # Stamps: an installation is repeated when pyproject.toml changes, and not otherwise.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+RAY_STAMP := $(VENV)/.installed-ray
 
 .PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core ray-test bench bench-check bench-serve ci clean
 
@@ -70,8 +71,7 @@ interop-core: $(DEV_STAMP) ## the part of it that .ci/run runs
 	tests/interop/setup_vllm.sh 0.25.1 0.32.0
 	$(PYTEST) -m core tests/interop $(ARGS)
 
-ray-test: $(DEV_STAMP) ## engines on a Ray cluster of three simulated nodes; installs Ray into .venv
-	$(PIP) install --editable '.[dev,ray]'
+ray-test: $(RAY_STAMP) ## engines on a Ray cluster of three nodes, simulated here; installs it into .venv
 	$(PYTEST) tests/ray $(ARGS)
 
 bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in one run
@@ -112,3 +112,8 @@ $(DEV_STAMP): $(VENV)/pyvenv.cfg pyproject.toml
 	@echo "Installing enginewire and its development tools into $(VENV) (once, a minute or two) …"
 	@$(PIP) install --editable '.[dev]'
 	@touch $@ $(RUN_STAMP)
+
+$(RAY_STAMP): $(DEV_STAMP) pyproject.toml
+	@echo "Installing Ray into $(VENV) (once; 300 MB) …"
+	@$(PIP) install --editable '.[dev,ray]'
+	@touch $@

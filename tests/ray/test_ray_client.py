@@ -129,7 +129,7 @@ async def test_engines_come_and_go_under_load() -> None:
 
 
 DRIVER = """
-import os, signal, sys
+import concurrent.futures, os, signal, sys
 from enginewire import LLM, SamplingParams
 
 def on_term(number, frame):
@@ -137,12 +137,18 @@ def on_term(number, frame):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, on_term)
-    with LLM("echo", data_parallel_backend="ray", data_parallel_size=2, forward_engine_log=False) as llm:
+    settings = {"data_parallel_backend": "ray", "data_parallel_size": 2, "forward_engine_log": False}
+    if "thread" in sys.argv:
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            made = threads.submit(lambda: LLM("echo", **settings)).result()
+    else:
+        made = LLM("echo", **settings)
+    with made as llm:
         assert signal.getsignal(signal.SIGTERM) is on_term
         os.kill(os.getpid(), signal.SIGTERM)
         (output,) = llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))
         print(len(output.outputs[0].token_ids), flush=True)
-        if sys.argv[1:] == ["wait"]:
+        if "wait" in sys.argv:
             signal.pause()
     import ray
     print(ray.is_initialized(), flush=True)
@@ -157,9 +163,10 @@ def driver(cluster: TestCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return [sys.executable, str(tmp_path / "driver.py")]
 
 
-def test_a_program_that_is_not_connected_is_for_the_time_it_has_engines(driver: list[str]) -> None:
-    """And Ray, which replaces the handler of SIGTERM twice, leaves it as it was: we are a library."""
-    done = subprocess.run(driver, capture_output=True, text=True, timeout=PROGRAM_S)
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_program_that_is_not_connected_is_for_the_time_it_has_engines(where: str, driver: list[str]) -> None:
+    """And its handler of SIGTERM stays, which Ray replaces: we are a library."""
+    done = subprocess.run([*driver, where], capture_output=True, text=True, timeout=PROGRAM_S)
     assert done.stdout.splitlines() == ["told to stop", "3", "False"], done.stderr
 
 

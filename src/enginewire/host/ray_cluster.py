@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import re
@@ -15,6 +16,9 @@ from enginewire.errors import ConfigError
 
 # Not a module to type checkers: it need not be there, and a remote class has no attribute for its remote methods.
 ray: Any = importlib.import_module("ray")
+
+SIGACTION_BYTES: Final = 512
+"""More than any system's ``struct sigaction``; what is in it does not matter here."""
 
 _CAUSE: Final = re.compile(r"^The actor (?:is dead|died) because (.+?)(?:\. |\.?$)", re.MULTILINE)
 
@@ -55,13 +59,19 @@ connection: Final = Connection()
 
 @contextlib.contextmanager
 def _kept_signal_handlers() -> Iterator[None]:
-    """Put back the handler of SIGTERM that Ray replaces, twice: in Python, and beneath it."""
+    """Put back the handlers of SIGTERM that Ray replaces: Python's, and the process's own beneath it.
+
+    Ray's ends the process with a list of its stack. Only the main thread can set Python's, and Ray only does it there.
+    """
+    libc, beneath = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
     handler = signal.getsignal(signal.SIGTERM)
+    libc.sigaction(signal.SIGTERM, None, beneath)
     try:
         yield
     finally:
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+        libc.sigaction(signal.SIGTERM, beneath, None)
 
 
 def is_done(answer: Any) -> bool:
