@@ -47,6 +47,7 @@ class CoreEngineActorManager(Incarnations[PlacedEngine]):
         self._resources = dict(resources)
         self._forward_log = forward_log
         self._is_closing = False
+        self._is_closed = False
         self._pause = threading.Event()
         self._leaving: list[PlacedEngine] = []
         self._thread = threading.Thread(target=self._watch, name="enginewire-monitor", daemon=True)
@@ -66,6 +67,8 @@ class CoreEngineActorManager(Incarnations[PlacedEngine]):
     def start(self, spec: EngineSpec) -> None:
         """Have an engine placed, of a new rank or in the place of a former one; see ``EngineLauncher``."""
         index = spec.engine_index
+        if not ray.is_initialized():  # or Ray would start a cluster
+            raise EngineStartupError("this process has left the Ray cluster", stage="launch", engine_index=index)
         try:
             engine = PlacedEngine(spec, self._resources, forward_log=self._forward_log)
         except (ValueError, RuntimeError, ray.exceptions.RayError) as exc:
@@ -105,6 +108,7 @@ class CoreEngineActorManager(Incarnations[PlacedEngine]):
             is_first, self._is_closing = not self._is_closing, True
         if is_first:
             self._see_off(list(self.current.values()), timeout)
+            self._is_closed = True  # only now may the thread end: it gives back what they had
         if threading.current_thread() is not self._thread:
             self._thread.join()
         if is_first:
@@ -113,7 +117,7 @@ class CoreEngineActorManager(Incarnations[PlacedEngine]):
     def _see_off(self, engines: Sequence[PlacedEngine], timeout: float) -> None:
         """Have engines leave. The thread gives back what they had, once they are gone."""
         for engine in engines:
-            if engine.is_released:
+            if engine.is_released or not ray.is_initialized():
                 continue
             engine.leave(timeout)
             with self._lock:
@@ -121,7 +125,7 @@ class CoreEngineActorManager(Incarnations[PlacedEngine]):
                     self._leaving.append(engine)
 
     def _watch(self) -> None:
-        while (not self._is_closing or self._leaving) and ray.is_initialized():
+        while (not self._is_closed or self._leaving) and ray.is_initialized():
             try:
                 self._look(time.monotonic())
             except Exception:

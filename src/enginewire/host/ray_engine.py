@@ -179,7 +179,9 @@ class PlacedEngine(Incarnation):
 
     def leave(self, timeout: float) -> None:
         """Ask its actor to end it, which may take ``timeout`` seconds; see :meth:`has_left`."""
-        is_pending = ray.util.placement_group_table(self._group)["state"] == "PENDING"
+        is_pending = False
+        with contextlib.suppress(Exception):  # then it is asked all the same
+            is_pending = ray.util.placement_group_table(self._group)["state"] == "PENDING"
         self._left = None if is_pending else self.actor.stop.remote(timeout)
         self._kill_at = time.monotonic() + timeout + ANSWER_S
 
