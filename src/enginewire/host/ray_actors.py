@@ -20,6 +20,10 @@ from enginewire.host.ray_engine import ASK_AGAIN_S, PlacedEngine
 
 logger = logging.getLogger(__name__)
 
+JOINED_S: Final = 30.0
+"""How much longer than engines the thread may take to end: for each it asks Ray and an actor, within bounds. Only a
+thread that is in Ray while somebody else disconnects from it does not come back."""
+
 POLL_S: Final = 0.1
 """How soon a newly started engine is watched and an overdue death reported. An actor's end interrupts the wait."""
 
@@ -110,7 +114,7 @@ class CoreEngineActorManager(Incarnations[PlacedEngine]):
             self._see_off(list(self.current.values()), timeout)
             self._is_closed = True  # only now may the thread end: it gives back what they had
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout + JOINED_S)
         if is_first:
             connection.close()
 
