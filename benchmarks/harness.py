@@ -1,0 +1,154 @@
+"""What every benchmark shares: figures of several rounds, ratios within a round, tables, JSON.
+
+Only the standard library is imported here: the peers' interpreters run benchmarks too.
+
+A *row* is one figure ("messages/s, B=64"), a *column* is who was measured ("async", "vLLM async"). Contestants take turns
+round by round, so that what else the machine does hits all of them, and a ratio is the median of the rounds' own ratios.
+A ratio says *how many times better*: above 1 is good for every row, whether its figure should be high or low.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+"""The last full run, one JSON file a suite; ``report.py`` makes RESULTS.md and the charts of them."""
+
+FRESH = Path(__file__).parents[1] / "build" / "bench"
+"""Where a run leaves its figures, unless told otherwise."""
+
+
+@dataclass
+class Row:
+    """One figure: its values of each round, by column."""
+
+    name: str
+    lower_is_better: bool = False
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, column: str) -> float:
+        """Return the median of the rounds."""
+        return statistics.median(self.values[column])
+
+    def ratio(self, column: str, base: str) -> float:
+        """Return how many times better ``column`` is than ``base``: median over rounds if both ran in all of them."""
+        ours, theirs = self.values[column], self.values[base]
+        if len(ours) != len(theirs):
+            ours, theirs = [self.median(column)], [self.median(base)]
+        pairs = zip(theirs, ours, strict=True) if self.lower_is_better else zip(ours, theirs, strict=True)
+        return statistics.median(better / worse for better, worse in pairs if worse)
+
+
+@dataclass
+class Suite:
+    """The figures of one benchmark.
+
+    ``bases`` names the column that a column is compared with, in tables and by ``bench-check``.
+    """
+
+    name: str
+    bases: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, row: str, column: str, value: float, *, lower_is_better: bool = False) -> None:
+        """Note one round's value."""
+        self.rows.setdefault(row, Row(row, lower_is_better)).values.setdefault(column, []).append(value)
+
+    def columns(self) -> list[str]:
+        """Return the columns in the order in which they appeared."""
+        return list(dict.fromkeys(column for row in self.rows.values() for column in row.values))
+
+    def ratios(self) -> dict[tuple[str, str], float]:
+        """Return the ratio of every cell that has a base, by row and column."""
+        return {
+            (row.name, column): row.ratio(column, base)
+            for row in self.rows.values()
+            for column, base in self.bases.items()
+            if column in row.values and base in row.values
+        }
+
+    def table(self) -> str:
+        """Return the medians as text; behind a median how many times better it is than its base."""
+        ratios = self.ratios()
+        cells = [["", *self.columns()]]
+        for row in self.rows.values():
+            cells.append([row.name])
+            for column in self.columns():
+                text = figure(row.median(column)) if column in row.values else ""
+                ratio = ratios.get((row.name, column))
+                cells[-1].append(text if ratio is None else f"{text} (×{ratio:.2f})")
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in cells
+        )
+
+    def save(self, folder: Path = FRESH) -> Path:
+        """Write ``<name>.json`` into a folder and return its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        rows = [
+            {
+                "name": row.name,
+                "lower_is_better": row.lower_is_better,
+                "values": {
+                    column: [float(f"{value:.4g}") for value in values] for column, values in row.values.items()
+                },
+            }
+            for row in self.rows.values()
+        ]
+        content = {
+            "suite": self.name,
+            "machine": {**machine(), **self.machine},
+            "bases": self.bases,
+            "rows": rows,
+        }
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Suite:
+        """Read what ``save`` wrote."""
+        content = json.loads(path.read_text())
+        rows = {row["name"]: Row(row["name"], row["lower_is_better"], row["values"]) for row in content["rows"]}
+        return cls(content["suite"], content["bases"], rows, content["machine"])
+
+
+def figure(value: float) -> str:
+    """Return a number with three digits that count."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on: processor, Python, versions."""
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
+    versions = {}
+    for package in ("enginewire", "pyzmq", "msgspec", "uvloop", "openvino-genai"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": model,
+        "cpus": len(os.sched_getaffinity(0)),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "load_at_end": round(os.getloadavg()[0], 1),
+        "versions": versions,
+    }
