@@ -2,9 +2,9 @@
 
 Only the standard library is imported here: the peers' interpreters run benchmarks too.
 
-A *row* is one figure ("messages/s, B=64"), a *column* is who was measured ("async", "vLLM async"). Contestants take turns
-round by round, so that what else the machine does hits all of them, and a ratio is the median of the rounds' own ratios.
-A ratio says *how many times better*: above 1 is good for every row, whether its figure should be high or low.
+A *row* is one figure ("messages/s, B=64"), a *column* is who was measured ("async", "vLLM async"). Contestants take
+turns round by round, so that what else the machine does hits all of them, and a ratio is the median of the rounds' own
+ratios. A ratio says *how many times better*: above 1 is good for every row, whether its figure should be high or low.
 """
 
 from __future__ import annotations
