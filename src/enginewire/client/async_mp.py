@@ -14,13 +14,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Final
 
 import zmq
 
 from enginewire.client.base import ExecutorChoice
-from enginewire.client.engines import Link
+from enginewire.client.engines import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
 from enginewire.client.inbox import Arrival
 from enginewire.client.mp import MPClient
 from enginewire.client.utilities import Call, combined
@@ -230,8 +230,16 @@ class _Receiver:
 
     def _on_readable(self, link: Link) -> None:
         """Take what is there, and come back for more after the loop's other work."""
+        if not self._take(link):
+            self.loop.call_soon(self._on_readable, link)
+        if self._inbox.marked:
+            self.look_soon()
+
+    def _take(self, link: Link) -> bool:
+        """Take what is there, up to a limit; whether that was all."""
         if link not in self._descriptors:
-            return
+            return True
+        is_all = False
         messages: list[Arrival] = []
         socket, sort = link.output_socket, self._inbox.sort
         try:
@@ -239,14 +247,13 @@ class _Receiver:
                 frames = receive_message(socket)
                 if sort(link, frames):
                     messages.append((link, frames))
-            self.loop.call_soon(self._on_readable, link)
         except zmq.Again:
-            pass  # drained: the descriptor tells of the next one
+            is_all = True  # the descriptor tells of the next one
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            is_all = True
             self._fail(exc)
         self._hand_over(messages)
-        if self._inbox.marked:
-            self.look_soon()
+        return is_all
 
     def _fail(self, exc: Exception) -> None:
         message = f"the receiver failed: {exc!r}"
@@ -288,19 +295,32 @@ class _Receiver:
 
     def stop(self) -> bool:
         """Stop reading and close the socket, on its loop; ``False``: that loop is too busy and will do it later."""
+        deadline = monotonic() + LAST_OUTPUTS_S
         if not _is_running_here(self.loop) and self.loop.is_running():
             closed = threading.Event()
 
             def close() -> None:
-                self._close()
-                closed.set()
+                if self._hear_out() or monotonic() > deadline:
+                    self._close()
+                    closed.set()
+                else:
+                    self.loop.call_later(HEAR_OUT_POLL_S, close)
 
             self.run(close)
             if not closed.wait(HAND_BACK_S) and self.loop.is_running():
                 self.run(self._resources.release_sockets)
                 return False
+        while not self._hear_out() and monotonic() < deadline:
+            sleep(HEAR_OUT_POLL_S)
         self._close()
         return True
+
+    def _hear_out(self) -> bool:
+        """Take what engines sent before they were stopped, as far as it is there; whether that is all there will be."""
+        if self._stopped or self.loop.is_closed():
+            return True
+        is_over = self._lookout.has_heard_out()  # asked first: then all is there to be taken
+        return all([self._take(link) for link in self._links]) and is_over
 
     def _close(self) -> None:
         if self._stopped:

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 LAST_OUTPUTS_S: Final = 0.5
 """How long the outputs of an engine that hears nothing any more may be on their way."""
 
+HEAR_OUT_POLL_S: Final = 0.002
+"""How often they are looked for when the client is closed."""
+
 
 class EngineState(StrEnum):
     """Where an engine is in its life."""
@@ -108,6 +111,11 @@ class Link:
         if self._input_lost_at is None:
             self._input_lost_at = now
         return is_output_lost or now - self._input_lost_at > LAST_OUTPUTS_S
+
+    def has_ended(self) -> bool:
+        """Whether the connection on which outputs come is gone: what came before can be received, and no more comes."""
+        _, output_watch = self._watches
+        return output_watch.has_lost_peer()
 
     @property
     def num_closed(self) -> int:

@@ -147,6 +147,14 @@ class Lookout:
                     arrivals.append(ReceivedOutputs(engine.index, [end]))
         return arrivals
 
+    def has_heard_out(self) -> bool:
+        """Whether all is there that engines sent before they ended. Asked at the end, when ours have been stopped.
+
+        A process that has ended may have left a request's last output with the system, for ZeroMQ to fetch.
+        """
+        stopped = [engine for engine in self._engines if engine.is_ours] if self.launcher is not None else []
+        return all(engine.link.has_ended() for engine in stopped if engine.live)
+
     # Signs.
 
     def _read_input(self, link: Link) -> None:

@@ -29,9 +29,9 @@ class BackgroundResources:
         drain_s, terminate_s: how long engines may take to leave, see ``EngineConfig``.
 
     Attributes:
-        stop_receiver: how the face stops receiving; set once it receives. ``False``: it cannot stop now and will
-            call :meth:`release_sockets` itself.
-        on_closed: how the face fails what waits, told why.
+        stop_receiver: how the face takes in what engines sent last, and stops receiving; set once it receives.
+            ``False``: it cannot stop now and will call :meth:`release_sockets` itself.
+        on_closed: how the face fails what waits after that, told why.
         closing: nothing new may start.
     """
 
@@ -84,9 +84,10 @@ class BackgroundResources:
             if self.coordinator is not None:
                 self.coordinator.shutdown()
             self.closed = True
+            has_stopped = self.stop_receiver is None or self.stop_receiver()
             if self.on_closed is not None:
                 self.on_closed(closed_error)
-            if self.stop_receiver is None or self.stop_receiver():
+            if has_stopped:
                 self.release_sockets()
             else:
                 logger.warning("the event loop is busy and does not give its sockets back; they will be closed there")

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import zmq
 
 from enginewire.client.base import ExecutorChoice
-from enginewire.client.engines import Link
+from enginewire.client.engines import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
 from enginewire.client.inbox import Arrival, Inbox
 from enginewire.client.mp import MPClient
 from enginewire.client.utilities import Call, combined
@@ -199,11 +199,16 @@ class _Receiver:
         self._is_stopping = True
         self.wake()
         self._thread.join(JOIN_S)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        with self._wake_lock:  # somebody may be about to wake it, who must not find the socket being closed
+            self._wake_writer.close(linger=0)
+        return True
 
     def _run(self) -> None:
         try:
             self._receive()
+            self._hear_out()
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             message = f"the receiver failed: {exc!r}"
             self._end(lambda: RuntimeError(message))
@@ -251,6 +256,19 @@ class _Receiver:
             if (is_due and is_drained) or self._inbox.marked:
                 next_look = now + LOOK_MS / 1000
                 self._look(now)
+
+    def _hear_out(self) -> None:
+        """Take what engines sent before they were stopped; those who wait are told afterwards that this is the end."""
+        deadline = time.monotonic() + LAST_OUTPUTS_S
+        while True:
+            is_over = self._lookout.has_heard_out()  # asked first: then all is there to be taken
+            for link in self._inbox.links:
+                batch, is_all = _drain(link, self._inbox, BATCH)
+                is_over = is_over and is_all
+                self._outgoing.put(batch)
+            if is_over or time.monotonic() > deadline:
+                return
+            time.sleep(HEAR_OUT_POLL_S)
 
     def _look(self, now: float) -> None:
         if self._has_ended:
