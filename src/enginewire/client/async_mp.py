@@ -320,7 +320,9 @@ class _Receiver:
         if self._stopped or self.loop.is_closed():
             return True
         is_over = self._lookout.has_heard_out()  # asked first: then all is there to be taken
-        return all([self._take(link) for link in self._links]) and is_over
+        for link in self._links:
+            is_over = self._take(link) and is_over
+        return is_over
 
     def _close(self) -> None:
         if self._stopped:
