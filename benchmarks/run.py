@@ -6,8 +6,8 @@
 
 The peer's columns need vLLM in an environment of its own: the one that ``make interop`` makes is found by itself.
 
-``--check`` compares ratios, never absolute times: each figure of ours against the same run's raw code or peer, with that
-ratio in the last full run. A quick run on a noisy machine has to reach ``LOOSE`` of it, or the suite is run once more.
+``--check`` compares ratios, never absolute times: each figure of ours against the same run's raw code or peer, with
+that ratio in the last full run. A quick run on a noisy machine has to reach ``LOOSE`` of it, or the suite runs again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from harness import FRESH, RESULTS, Suite
 
 SUITES = ("client", "engine", "llm", "serve", "scaling")
 LOOSE = 0.5
-INTEROP = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "enginewire/interop/vllm-0.25.1/bin/python"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+INTEROP = CACHE / "enginewire/interop/vllm-0.25.1/bin/python"
 
 
 def measure(suite: str, folder: Path, *, quick: bool, vllm: Path | None) -> bool:
