@@ -3,9 +3,9 @@
     python benchmarks/bench_client.py [--quick] [--out FOLDER] [--vllm PYTHON]
 
 A fake engine (``fake_engine.py``) is put against ``SyncMPClient``, ``AsyncMPClient`` on asyncio and on uvloop, the
-least code that reads the same messages (pyzmq and msgspec, blocking or with zmq.asyncio), and the clients of vLLM 0.25.1 if
-the Python of an environment that has it is given (``--vllm``, with a model folder in ``--vllm-model``). Each runs in a
-process of its own, all take turns, and the garbage collector passes over what was there once they were connected.
+least code that reads the same messages (pyzmq and msgspec, blocking or with zmq.asyncio), and the clients of vLLM
+0.25.1 if the Python of an environment that has it is given. Each runs in a process of its own, all take turns, and the
+garbage collector passes over what was there once they were connected.
 
 Prints two tables, against the least code and against vLLM, and saves both.
 """
