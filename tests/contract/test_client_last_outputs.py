@@ -33,7 +33,7 @@ def test_what_an_engine_sent_before_it_left_comes_before_the_end(kind: str) -> N
         face.add_request(request("a"))
         engine.expect_add()
         client.engines[0].is_ours = True
-        client.resources.engine_manager = client.lookout.launcher = Leaving(engine)  # type: ignore[assignment]
+        client.resources.engine_manager = client.lookout.returns.launcher = Leaving(engine)  # type: ignore[assignment]
         client.shutdown()
         assert [token for it in face.outputs(COUNT) for token in it.new_token_ids] == list(range(COUNT))
         with pytest.raises(ClientClosedError):

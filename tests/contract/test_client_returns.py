@@ -70,6 +70,25 @@ def test_a_link_that_comes_back_is_an_engine_that_comes_back(pair: tuple[Face, M
     assert_serves(face, engine)
 
 
+def test_what_an_engine_still_runs_is_aborted_once_it_answers_and_before_it_takes_requests(
+    pair: tuple[Face, MockEngine],
+) -> None:
+    """An ABORT that is sent while one connection takes another's place may be lost, and the ping behind it not."""
+    face, engine = pair
+    face.add_request(request("a"))
+    engine.expect_add()
+    engine.vanish()
+    assert face.outputs(1)[0].finish_reason is FinishReason.ERROR
+    engine.answers_pings = False
+    engine.connect()
+    wait_until(lambda: engine.num_pings, PATIENCE_S, "a ping")
+    assert [it.kind for it in engine.received] == ["ADD"]
+    engine.answers_pings = True  # the next one, a second later
+    wait_state(face, "ready")
+    assert [it.message for it in engine.received if it.kind == "ABORT"] == [["a"]]
+    assert_serves(face, engine, "a")
+
+
 def test_late_outputs_of_what_failed_with_the_link_are_discarded(pair: tuple[Face, MockEngine]) -> None:
     """Remote engines: it went on generating meanwhile, and a request that was never answered arrives as a ghost."""
     face, engine = pair

@@ -205,8 +205,8 @@ def test_an_engine_of_another_deployment_is_refused() -> None:
 def test_an_engine_of_another_rank_is_reported_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """C-24."""
     with failing_start(MockEngine.send_hello, settings={"ready_timeout_s": 0.4}, engine_index=3) as caught:
-        assert "engine 0 has not said HELLO" in str(caught.value)
-    assert r"unexpected identity b'\x03\x00'; expected: 0" in caplog.text
+        assert "engine 0 has not said HELLO; came and is not expected here: rank 3." in str(caught.value)
+    assert "ignored a handshake message of unexpected rank 3; expected: 0" in caplog.text
 
 
 def test_hello_twice_means_two_engines() -> None:

@@ -120,7 +120,7 @@ async def test_growing_and_shrinking_under_load_fails_no_request() -> None:
             await load.go_on()
             assert load.ranks == {0}
         assert load.errors == []
-        launcher = client.lookout.launcher
+        launcher = client.lookout.returns.launcher
         assert launcher is not None
         assert [launcher.has(index) for index in range(4)] == [True, False, False, False]
         assert len(client.inbox.links) == 1

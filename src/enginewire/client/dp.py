@@ -80,20 +80,20 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             return "they run in lock-step, as one group"
         if config.data_parallel_external_lb or config.data_parallel_hybrid_lb:
             return "they are spread over several frontends"
-        if self.lookout.launcher is None or not all(engine.is_ours for engine in self.engines):
+        if self.lookout.returns.launcher is None or not all(engine.is_ours for engine in self.engines):
             return "somebody else started them"
         return "vLLM ranks are started for a fixed number" if config.starts_vllm else None
 
     async def _grow(self, ranks: range) -> None:
-        before, lookout = ranks.start, self.lookout
+        before, returns = ranks.start, self.lookout.returns
         logger.info("growing from %d to %d engines", before, ranks.stop)
         newcomers: list[Engine] = []
         self._resize(ranks.stop)
-        lookout.held = frozenset(ranks)
+        returns.held = frozenset(ranks)
         try:
             for index in ranks:
                 self._start_newcomer(index, newcomers)
-            while not all(lookout.is_up(index) for index in ranks):
+            while not all(returns.is_up(index) for index in ranks):
                 await asyncio.sleep(POLL_S)
                 self.ensure_alive()
                 if (death := _first_death(newcomers)) is not None:
@@ -103,7 +103,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             await self._stop(newcomers, 0.0)
             raise
         finally:
-            lookout.held = frozenset()
+            returns.held = frozenset()
         for engine in newcomers:
             engine.restarts = Restarts(self.config.restart_engine, self.config.restart_window_s)
         while any(engine.state is EngineState.STARTING for engine in newcomers):
@@ -112,15 +112,15 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             self.ensure_alive()
 
     def _start_newcomer(self, index: int, newcomers: list[Engine]) -> None:
-        lookout = self.lookout
-        engine = Engine(index, lookout.open_link(index), is_ours=True)  # while it starts, without restarts
+        returns = self.lookout.returns
+        engine = Engine(index, returns.open_link(index), is_ours=True)  # while it starts, without restarts
         newcomers.append(engine)
         self.engines.add(engine)
-        template = lookout.specs[0]
+        template = returns.specs[0]
         config = template.config.copy()
         config.data_parallel_size = config.data_parallel_size_local = self.config.data_parallel_size
-        lookout.specs[index] = replace(template, config=config, engine_index=index)
-        lookout.start(engine, monotonic())
+        returns.specs[index] = replace(template, config=config, engine_index=index)
+        returns.start(engine, monotonic())
 
     async def _shrink(self, leaving: Sequence[Engine], drain_s: float) -> None:
         before = [(engine, engine.state) for engine in leaving]
@@ -151,7 +151,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
 
     async def _stop(self, engines: Sequence[Engine], timeout: float) -> None:
         """End the processes of engines, and forget them."""
-        launcher = self.lookout.launcher
+        launcher = self.lookout.returns.launcher
         assert launcher is not None
         stops = [asyncio.to_thread(launcher.stop, engine.index, timeout) for engine in engines]
         await asyncio.shield(asyncio.gather(*stops))

@@ -28,6 +28,7 @@ from enginewire.client.reception import Reception
 from enginewire.client.remembered import Memory, RememberedEngine
 from enginewire.client.resources import BackgroundResources
 from enginewire.client.restarts import Restarts
+from enginewire.client.returns import Returns
 from enginewire.client.startup import EngineStartup, wait_for_engines
 from enginewire.config import EngineConfig
 from enginewire.coordinator import DPCoordinator
@@ -209,28 +210,24 @@ class Launch:
             log_tail=lambda: manager.log_tail(config.local_ranks[0]) if manager else (),
             not_awaited=self._known,
         )
-        lookout = Lookout(
-            config,
-            self._engines,
-            self._inbox,
-            self._outbox,
-            resources,
+        parts = (config, self._engines, self._inbox, self._outbox, resources)
+        returns = Returns(
+            *parts,
             max_model_len=self._max_model_len,
             reception=reception,
-            balancer=self._balancer,
             memory=self.memory,
             launcher=self._launcher,
             specs=self._specs,
         )
         for frames in others:
-            lookout.take_handshake(frames)
+            returns.take_handshake(frames)
         for engine in self._engines:
             ready = startup.ready_of(engine.index)
             if engine.index in self._known:
-                lookout.remember(engine, ready, time.monotonic())
+                returns.remember(engine, ready, time.monotonic())
             else:
-                lookout.welcome(engine, ready)
-        return lookout
+                returns.welcome(engine, ready)
+        return Lookout(*parts, returns, self._balancer)
 
     def _find_again(self, lookout: Lookout) -> None:
         """Wait for the engines of an earlier frontend; when one is there, not long for the others.

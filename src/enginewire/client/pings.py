@@ -22,6 +22,8 @@ REPEAT_S: Final = 1.0
 """What is sent into a connection that is just being lost is lost with it, and ZeroMQ does not say so."""
 
 Future = concurrent.futures.Future[Any]
+OnAnswer = Callable[[float], None]
+"""What follows from an answer, at a monotonic second."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class Ping:
     deadline: float
     repeat_at: float
     cause: str | None
-    on_answer: Callable[[], None]
+    on_answer: OnAnswer
 
     @property
     def waiter(self) -> Future:
@@ -48,7 +50,7 @@ class Ping:
 
 
 class Pings:
-    """At most one question to each engine. Belongs to the lookout.
+    """At most one question to each engine. The lookout and the returns share them.
 
     Args:
         calls: where answers are waited for.
@@ -68,7 +70,7 @@ class Pings:
         self,
         engine: Engine,
         deadline: float,
-        on_answer: Callable[[], None],
+        on_answer: OnAnswer,
         cause: str | None = None,
         repeat_at: float = math.inf,
     ) -> bool:
@@ -108,7 +110,7 @@ class Pings:
         for index, ping in list(self._pings.items()):
             if ping.waiter.done():
                 self.drop(index)
-                ping.on_answer()
+                ping.on_answer(now)
             elif now > ping.deadline:
                 self.drop(index)
                 if ping.cause is not None:

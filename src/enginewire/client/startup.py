@@ -23,7 +23,7 @@ from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, Engi
 from enginewire.transport.sockets import send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
-from enginewire.wire.frames import engine_index_of
+from enginewire.wire.frames import describe_identity, engine_index_of
 from enginewire.wire.handshake import (
     EngineCoreReadyResponse,
     EngineHandshakeMetadata,
@@ -39,6 +39,9 @@ POLL_MS: Final = 100
 
 given_up: Final[ContextVar[threading.Event | None]] = ContextVar("given_up", default=None)
 """Set by whoever makes a client on a thread and may stop wanting it: a thread cannot be stopped, but it can look."""
+
+MAX_STRANGERS: Final = 8
+"""So many that came without being expected are named; over tcp anybody may come."""
 
 REPORT_EVERY_S: Final = 10.0
 """How often a long start-up says what it is waiting for."""
@@ -131,6 +134,8 @@ class EngineStartup:
             for index, agreed in expected.items()
         }
         self._hashes: dict[int, str] = {}
+        self._strangers: dict[str, None] = {}
+        """Who came and is not waited for, in order."""
         self._handshake = MsgpackDecoder(HandshakeMessage)
 
     @property
@@ -152,6 +157,8 @@ class EngineStartup:
     def missing(self) -> str:
         """Say which engines are missing, and what of them."""
         parts = [f"engine {index} {engine.missing}" for index, engine in self._engines.items() if engine.missing]
+        if parts and self._strangers:
+            parts.append(f"came and is not expected here: {', '.join(self._strangers)}")
         return "; ".join(parts)
 
     def on_handshake(self, identity: bytes, payload: bytes) -> bytes | None:
@@ -224,8 +231,10 @@ class EngineStartup:
         index = engine_index_of(identity)
         if index in self._engines:
             return index
-        expected = ", ".join(map(str, self._engines))
-        logger.warning("ignored a %s message of unexpected identity %r; expected: %s", what, identity, expected)
+        expected, stranger = ", ".join(map(str, self._engines)), describe_identity(identity)
+        logger.warning("ignored a %s message of unexpected %s; expected: %s", what, stranger, expected)
+        if len(self._strangers) < MAX_STRANGERS:
+            self._strangers[stranger] = None
         return None
 
 
@@ -312,7 +321,8 @@ def is_of(engines: Sequence[Engine], identity: bytes) -> bool:
     if engine_index_of(identity) in [engine.index for engine in engines]:
         return True
     expected = ", ".join(str(engine.index) for engine in engines)
-    logger.warning("ignored a message of unexpected identity %r on an input socket; expected: %s", identity, expected)
+    sender = describe_identity(identity)
+    logger.warning("ignored a message of unexpected %s on an input socket; expected: %s", sender, expected)
     return False
 
 

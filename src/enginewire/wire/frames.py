@@ -5,6 +5,7 @@ Source: protocol sections A.2, C.1 and C.2.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -36,6 +37,12 @@ def engine_identity(engine_index: int) -> bytes:
 def engine_index_of(identity: bytes) -> int | None:
     """Return the rank that an identity stands for, ``None`` if it is not an engine's."""
     return int.from_bytes(identity, "little") if len(identity) == 2 else None
+
+
+def describe_identity(identity: bytes) -> str:
+    """Return the rank that an identity stands for in words, or the identity if it is not an engine's."""
+    index = engine_index_of(identity)
+    return f"identity {reprlib.repr(identity)}" if index is None else f"rank {index}"
 
 
 def is_death_marker(frames: Sequence[Buffer]) -> bool:

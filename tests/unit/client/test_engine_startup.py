@@ -10,6 +10,7 @@ import pytest
 from enginewire import EngineConfig, EngineStartupError
 from enginewire.client.startup import EngineStartup, Expected, apply_ready_responses
 from enginewire.testing import mock_ready, mock_ready_0_32
+from enginewire.wire.frames import describe_identity
 from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses
 from enginewire.wire.profile import V0_25, V0_32
 
@@ -55,8 +56,11 @@ def test_strangers_are_reported_and_change_nothing(
     """C-24; defect 20. ``00 01`` is rank 256: little endian."""
     assert startup.on_handshake(identity, said("HELLO")) is None
     startup.on_ready_response(identity, READY_RESPONSE)
-    assert startup.missing() == "engine 0 has not said HELLO; engine 1 has not said HELLO"
-    assert caplog.text.count("unexpected identity") == 2
+    who = describe_identity(identity)
+    assert startup.missing() == (
+        f"engine 0 has not said HELLO; engine 1 has not said HELLO; came and is not expected here: {who}"
+    )
+    assert caplog.text.count(f"of unexpected {who}; expected: 0, 1") == 2
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"status": "WHAT"})])

@@ -7,6 +7,7 @@ import pytest
 
 from enginewire.wire.frames import (
     ENGINE_CORE_DEAD,
+    describe_identity,
     engine_identity,
     engine_index_of,
     is_death_marker,
@@ -20,11 +21,13 @@ def test_an_identity_is_the_rank_in_two_bytes_little_endian(index: int, identity
     """Protocol A.2."""
     assert engine_identity(index) == identity
     assert engine_index_of(identity) == index
+    assert describe_identity(identity) == f"rank {index}"
 
 
 @pytest.mark.parametrize("identity", [b"", b"\0", b"\0\0\0", b"\0k\x8bEg"])
 def test_other_identities_are_no_engines(identity: bytes) -> None:
     assert engine_index_of(identity) is None
+    assert describe_identity(identity) == f"identity {identity!r}"
 
 
 @pytest.mark.parametrize("index", [-1, 65536])
