@@ -286,6 +286,16 @@ def test_a_cache_reset_is_done_when_every_engine_has_done_it(pair: Faces) -> Non
     assert call.result(PATIENCE_S) is False
 
 
+def test_a_call_of_all_workers_brings_the_results_of_all_engines_by_rank(pair: Faces) -> None:
+    """Defect 24: the reference returns the first engine's alone."""
+    face, engines = pair
+    call = face.start("collective_rpc", "describe", 5.0)
+    for rank in (1, 0):
+        asked = engines[rank].expect_utility("collective_rpc")
+        engines[rank].answer_utility(asked, [f"{rank}a", f"{rank}b"])
+    assert call.result(PATIENCE_S) == ["0a", "0b", "1a", "1b"]
+
+
 def test_engines_that_disagree_are_an_error(pair: Faces) -> None:
     face, engines = pair
     call = face.start("is_sleeping")

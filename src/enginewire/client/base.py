@@ -296,7 +296,11 @@ class EngineCoreClient(ABC):
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
-        """Call a method of every worker by name; returns one result per worker. ``timeout`` holds at both ends."""
+        """Call a method of every worker by name; ``timeout`` holds at both ends.
+
+        Returns:
+            one result per worker, of several engines one engine's after another's, by rank.
+        """
         result = self.call_utility("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
         return cast("list[Any]", result)
 

@@ -123,16 +123,21 @@ class UtilityCalls:
 MUST_AGREE: Final = ("is_sleeping", "is_scheduler_paused", "get_weight_version")
 ALL_MUST_SUCCEED: Final = ("reset_prefix_cache", "wake_up")
 """Utilities whose result is true only if it is for every engine. Source of both: protocol M.3."""
+PER_WORKER: Final = ("collective_rpc",)
+"""Utilities that return a list with one result per worker: one engine's after another's, by rank. The reference returns
+the first engine's alone (defect 24)."""
 
 
 def combined(calls: Sequence[Call[Any]], outcomes: Sequence[object]) -> Any:
-    """Make one result of what several engines answered: the first one's, unless they have to agree.
+    """Make one result of what several engines answered: the first one's, unless all of them count.
 
     Args:
         outcomes: in the order of ``calls``; an exception where the call failed.
 
     Raises:
         UtilityCallError: an engine failed it, or they disagree. Further failures are in its notes.
+
+    Source: C-33; protocol M.3, defect 24.
     """
     failures = [(call, outcome) for call, outcome in zip(calls, outcomes, strict=True) if _is_failure(outcome)]
     if failures:
@@ -150,6 +155,8 @@ def combined(calls: Sequence[Call[Any]], outcomes: Sequence[object]) -> Any:
         raise UtilityCallError(f"the engines disagree on {method} ({said})", method=method)
     if method in ALL_MUST_SUCCEED:
         return next((outcome for outcome in outcomes if outcome is False), outcomes[0])
+    if method in PER_WORKER and len(outcomes) > 1:
+        return [result for outcome in outcomes for result in (outcome if isinstance(outcome, list) else [outcome])]
     return outcomes[0]
 
 

@@ -315,7 +315,7 @@ class AsyncLLM:
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
-        """Call a method of every worker by name; returns one result per worker."""
+        """Call a method of every worker of every engine by name; returns one result per worker, by rank."""
         return await self._client.collective_rpc_async(method, timeout, args, kwargs)
 
     # The number of engines.

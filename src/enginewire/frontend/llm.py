@@ -106,7 +106,8 @@ class LLM:
             progress: draw a progress bar on stderr; ``None``: if that is a terminal.
             priority: lower runs earlier, with the priority policy.
             lora_request: adapter to use.
-            on_error: when requests failed, ``raise`` the first error, or ``return`` their outputs with ``error`` set.
+            on_error: when requests failed, alone, with their engine or with all engines, ``raise`` the first error, or
+                ``return`` all outputs, the failed ones with ``error`` set.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; names the position. Nothing was sent.
@@ -265,7 +266,7 @@ class LLM:
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> list[Any]:
-        """Call a method of every worker by name; returns one result per worker."""
+        """Call a method of every worker of every engine by name; returns one result per worker, by rank."""
         with self._pump.turn():
             return self._client.collective_rpc(method, timeout, args, kwargs)
 
@@ -308,7 +309,7 @@ class LLM:
     def _run(self, prepared: list[PreparedRequest], progress: bool | None, on_error: OnError) -> list[RequestOutput]:
         with (
             ProgressBar(len(prepared), "requests", enabled=progress) as bar,
-            self._pump.submitted(prepared) as requests,
+            self._pump.submitted(prepared, keep_errors=on_error == "return") as requests,
         ):
             pending = requests.copy()
 
@@ -321,7 +322,12 @@ class LLM:
                 if bar.is_due:
                     bar.update(sum([request.finished for request in requests]))
 
-            self._pump.receive_until(all_finished, draw if bar.enabled else None)
+            try:
+                self._pump.receive_until(all_finished, draw if bar.enabled else None)
+            except EngineClientError as exc:
+                if on_error == "raise":
+                    raise
+                self._pump.fail(requests, exc)
             bar.update(len(requests), is_last=True)
         outputs: list[RequestOutput] = []
         errors: list[EngineClientError] = []

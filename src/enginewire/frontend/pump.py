@@ -10,7 +10,7 @@ from typing import Final
 
 from enginewire.client.base import EngineCoreClient
 from enginewire.client.inproc import InprocClient
-from enginewire.errors import ClientClosedError
+from enginewire.errors import ClientClosedError, EngineClientError
 from enginewire.frontend.inputs import PreparedRequest
 from enginewire.frontend.outputs import RequestOutput
 from enginewire.frontend.processor import OutputProcessor
@@ -58,21 +58,39 @@ class Pump:
         return contextlib.nullcontext() if self._turns is None else self._turns.call()
 
     @contextlib.contextmanager
-    def submitted(self, prepared: Sequence[PreparedRequest]) -> Iterator[list[RequestState]]:
-        """Send requests; abort those that have not ended when the block is left, however it is left."""
+    def submitted(
+        self, prepared: Sequence[PreparedRequest], *, keep_errors: bool = False
+    ) -> Iterator[list[RequestState]]:
+        """Send requests; abort those that have not ended when the block is left, however it is left.
+
+        Args:
+            keep_errors: a request that cannot be sent, as no engine takes any, has failed; the others are sent.
+        """
         requests: list[RequestState] = []
         try:
             for one in prepared:
                 with self._changed:
                     requests.append(self._outputs.add(one, time.monotonic()))
-                for core_request in one.requests:
-                    with self.turn():
-                        self._client.add_request(core_request)
+                try:
+                    for core_request in one.requests:
+                        with self.turn():
+                            self._client.add_request(core_request)
+                except EngineClientError as exc:
+                    if not keep_errors:
+                        raise
+                    self.fail(requests[-1:], exc)
             yield requests
         finally:
             with self._changed:
                 unfinished = [engine_id for request in requests for engine_id in self._outputs.discard(request)]
             self._abort(unfinished)
+
+    def fail(self, requests: Sequence[RequestState], error: EngineClientError) -> None:
+        """Fail those of these requests that have not ended."""
+        with self._changed:
+            unfinished = [request for request in requests if not request.finished]
+            engine_ids = [engine_id for request in unfinished for engine_id in self._outputs.fail(request, error)]
+        self._abort(engine_ids)
 
     def take(self, request: RequestState) -> RequestOutput | None:
         """Return what is new of a request; see ``RequestState.take``."""

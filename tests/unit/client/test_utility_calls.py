@@ -123,11 +123,12 @@ def calls_to(method: str, count: int) -> list[Call[Any]]:
         ("reset_prefix_cache", [True, False, True], False),
         ("wake_up", [None, None], None),
         ("wake_up", [True, False], False),
-        ("collective_rpc", [["a"], ["b"]], ["a"]),
+        ("collective_rpc", [["a"]], ["a"]),
+        ("collective_rpc", [["a", "b"], ["c", ["d"]]], ["a", "b", "c", ["d"]]),
     ],
 )
 def test_several_answers_become_one(method: str, answers: list[object], result: object) -> None:
-    """C-33; protocol M.3."""
+    """C-33; protocol M.3. Of ``collective_rpc`` every worker's result counts (defect 24)."""
     assert combined(calls_to(method, len(answers)), answers) == result
 
 
