@@ -87,6 +87,10 @@ def test_a_killed_engine_is_started_again_and_serves(kind: str) -> None:
         assert len({*pids, mp_client(face).resources.engine_manager.processes[0].popen.pid}) == 3  # type: ignore[union-attr]
         assert mp_client(face).inbox.live == set()
         assert len(mp_client(face).inbox.links) == 1
+        endpoints = mp_client(face).resources.endpoints
+        assert endpoints is not None
+        assert endpoints.folder is not None
+        assert sorted(os.listdir(endpoints.folder)) == ["handshake", "i0.3", "o0.3"], "no socket of a former one is left"
         pids.add(kill(face))
         status = wait_state(face, "dead")
         cause = "killed by signal 9 (SIGKILL); it was started again 2 times, ended each time, and is given up"

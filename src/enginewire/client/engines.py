@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from enginewire.client.balancer import EngineLoad, LoadBalancer
@@ -126,8 +127,13 @@ class Link:
         """Close both sockets. Called by the receiver, which holds the send lock."""
         for watch in self._watches:
             watch.close()
-        self.input_socket.close(linger=0)
-        self.output_socket.close(linger=0)
+        for socket, address in (
+            (self.input_socket, self.input_address),
+            (self.output_socket, self.output_address),
+        ):
+            socket.close(linger=0)
+            if address.startswith("ipc://"):  # ZeroMQ leaves the file, and engines may be restarted for years
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class Engine:
