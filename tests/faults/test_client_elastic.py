@@ -23,6 +23,7 @@ from enginewire import (
     RequestLostError,
     RequestOutput,
     SamplingParams,
+    UtilityCallError,
 )
 from enginewire.client.dp import DPLBAsyncMPClient
 
@@ -227,3 +228,100 @@ async def test_what_is_no_number_of_engines_is_refused(size: Any) -> None:
     client.config = config
     with pytest.raises(ConfigError, match="must be an integer of at least 1"):
         await client.scale_elastic_ep(size)
+
+
+async def test_a_call_to_an_engine_that_is_taken_out_fails_with_the_cause() -> None:
+    """C-32: nobody waits for an answer of an engine that is gone by our own will."""
+    async with AsyncLLM("echo", terminate_timeout_s=1.0, **SETTINGS) as llm:
+        client = client_of(llm)
+
+        def call(seconds: float) -> asyncio.Future[Any]:
+            arguments = ("collective_rpc", "sleep_for", None, (seconds,))
+            return asyncio.ensure_future(client.call_utility_async(*arguments, engine_index=1))
+
+        short = call(0.3)
+        await asyncio.sleep(0)
+        await llm.scale_elastic_ep(1, drain_timeout=PATIENCE_S)
+        assert await short == [0.3], "it is waited for, as requests are"
+        await llm.scale_elastic_ep(2)
+        long = call(60.0)
+        await asyncio.sleep(0)
+        await llm.scale_elastic_ep(1, drain_timeout=0)
+        with pytest.raises(UtilityCallError, match="the engine was taken out meanwhile"):
+            await long
+        assert len(client.inbox.calls) == 0
+
+
+async def test_taking_out_is_not_interrupted_half_way() -> None:
+    """C-54: cancelled while engines are being stopped, it ends when they are gone, and the rest can be scaled again."""
+    async with AsyncLLM("echo", terminate_timeout_s=1.0, **SETTINGS) as llm:
+        client = client_of(llm)
+        manager: Any = client.resources.engine_manager
+        process = manager.processes[1]
+        os.kill(process.popen.pid, signal.SIGSTOP)  # takes as long as it may, and is killed
+        shrinking = asyncio.ensure_future(llm.scale_elastic_ep(1, drain_timeout=0))
+        async with asyncio.timeout(PATIENCE_S):
+            while manager.has(1):
+                await asyncio.sleep(0)
+        for _ in range(2):
+            shrinking.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineClientError, match="is being changed"):
+            await llm.scale_elastic_ep(3)
+        with pytest.raises(asyncio.CancelledError):
+            await shrinking
+        assert not process.is_running
+        assert [status.index for status in llm.engine_statuses()] == [0]
+        assert llm.config.data_parallel_size == 1
+        await llm.scale_elastic_ep(2)
+        assert [status.state for status in llm.engine_statuses()] == ["ready", "ready"]
+
+
+async def test_an_engine_that_ends_while_it_leaves_is_started_again_if_it_is_to_stay_after_all() -> None:
+    """C-55."""
+    async with AsyncLLM("echo", restart_engine=1, **SETTINGS) as llm:
+        stream = llm.generate("on and on", SamplingParams(max_tokens=100_000, ignore_eos=True), data_parallel_rank=0)
+        await anext(stream)
+        shrinking = asyncio.ensure_future(llm.scale_elastic_ep(1))
+        leaving = llm.generate("on and on", SamplingParams(max_tokens=100_000, ignore_eos=True), data_parallel_rank=1)
+        await anext(leaving)
+        async with asyncio.timeout(PATIENCE_S):
+            while llm.engine_statuses()[1].state != "leaving":
+                await asyncio.sleep(0)
+            manager: Any = client_of(llm).resources.engine_manager
+            os.kill(manager.processes[1].popen.pid, signal.SIGKILL)
+            while llm.engine_statuses()[1].state != "dead":
+                await asyncio.sleep(0)
+            shrinking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await shrinking
+        with pytest.raises(RequestLostError, match="engine 1: killed by signal 9"):
+            async for _ in leaving:
+                pass
+        async with asyncio.timeout(START_S):
+            while llm.engine_statuses()[1].state != "ready":
+                await asyncio.sleep(0.05)
+        await anext(stream)
+        await stream.aclose()
+
+
+async def test_a_newcomer_that_is_stopped_before_it_is_heard_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-54: its HELLO is read when it is gone already, and makes sense."""
+    async with AsyncLLM("echo", **SETTINGS) as llm:
+        client = client_of(llm)
+        handshake = client.resources.handshake_socket
+        assert handshake is not None
+        growing = asyncio.ensure_future(llm.scale_elastic_ep(3))
+        async with asyncio.timeout(START_S):
+            while len(llm.engine_statuses()) < 3:
+                await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(client.lookout, "look", lambda now: [])
+            assert handshake.poll(START_S * 1000), "it says HELLO"
+            growing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await growing
+        assert handshake.poll(0), "it is gone, and nobody has heard it"
+        await llm.scale_elastic_ep(3)
+        assert [status.state for status in llm.engine_statuses()] == ["ready"] * 3
+        assert client.inbox.dropped == 0

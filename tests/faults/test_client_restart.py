@@ -90,7 +90,7 @@ def test_a_killed_engine_is_started_again_and_serves(kind: str) -> None:
         endpoints = mp_client(face).resources.endpoints
         assert endpoints is not None
         assert endpoints.folder is not None
-        assert sorted(os.listdir(endpoints.folder)) == ["handshake", "i0.3", "o0.3"], "no socket of a former one is left"
+        assert sorted(os.listdir(endpoints.folder)) == ["handshake", "i0.3", "o0.3"], "no former one's socket is left"
         pids.add(kill(face))
         status = wait_state(face, "dead")
         cause = "killed by signal 9 (SIGKILL); it was started again 2 times, ended each time, and is given up"
@@ -154,3 +154,27 @@ def test_shutting_down_while_an_engine_is_started_again_leaves_nothing() -> None
     with echo_face("sync", restart_engine=5, executor_options={"load_time_s": 0.5}) as face:
         kill(face)
         wait_until(lambda: status_of(face).num_restarts, PATIENCE_S, "its restart")
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_an_engine_that_is_back_does_not_look_as_busy_as_it_was(kind: str) -> None:
+    """C-51, C-55: its last report was of requests that went down with it; it gets its share of load at once."""
+    settings = {"data_parallel_size": 2, "restart_engine": 1, "executor_options": {"step_time_s": 0.005}}
+    with echo_face(kind, **settings) as face:
+        for i in range(20):
+            one = request(f"busy-{i}", max_tokens=100_000)
+            one.data_parallel_rank = 1
+            face.add_request(one)
+        engine = mp_client(face).engines[1]
+        wait_until(lambda: face.outputs(1) and engine.load.running == 20, PATIENCE_S, "its report")
+        kill(face, 1)
+        while not (message := face.get_output()).outputs or message.outputs[0].finish_reason is None:
+            pass
+        assert len(message.outputs) == 20
+        assert message.scheduler_stats is not None, "gauges hear of it, too"
+        assert message.scheduler_stats.num_running_reqs == 0
+        assert (engine.load.running, engine.load.waiting) == (0, 0)
+        wait_back(face, 1, rank=1)
+        for i in range(8):
+            face.add_request(request(f"later-{i}", max_tokens=10_000))
+        assert [face.client.engine_index_of(f"later-{i}") for i in range(8)].count(1) == 4

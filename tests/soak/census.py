@@ -8,7 +8,6 @@ import os
 import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -17,7 +16,7 @@ import psutil
 class Census:
     """What is to be the same again once all is quiet. Threads are named, so that a failure names them.
 
-    The loop's own helper threads (``asyncio_0``) are made as needed and stay; there are few.
+    A loop's own helper threads (``asyncio_0``, ``uvloop_0``) are made as needed and stay; there are few.
     """
 
     threads: list[str]
@@ -34,8 +33,9 @@ class Census:
             tasks = sorted(task.get_name() for task in asyncio.all_tasks())
         except RuntimeError:  # no loop runs here
             tasks = []
+        threads = [thread.name for thread in threading.enumerate()]
         return cls(
-            sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")),
+            sorted(name for name in threads if not name.startswith(("asyncio_", "uvloop_"))),
             tasks,
             len(os.listdir("/proc/self/fd")),
             len(psutil.Process().children(recursive=True)),
@@ -47,14 +47,3 @@ def memory_mb() -> float:
     """Return what this process holds."""
     gc.collect()
     return psutil.Process().memory_info().rss / 2**20
-
-
-def descriptors() -> list[str]:
-    """Say what is open."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(Path("/proc/self/fd") / name))
-        except OSError:
-            continue
-    return sorted(found)

@@ -65,9 +65,7 @@ class Chaos:
         """Begin nothing more."""
         self._over.set()
 
-    async def _repeat(
-        self, name: str, mean_s: float, do: Callable[[random.Random], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _repeat(self, name: str, mean_s: float, do: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
         rng = self._story.rng(name)
         while not self.errors and not await self._is_over_after(rng.expovariate(self._pace / mean_s)):
             try:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import uvloop
 from census import Census, memory_mb
-from chaos import Chaos, client_of, manager_of
+from chaos import Chaos, client_of
 from load import Load
 from story import MINUTES, Story
 
 from enginewire import AsyncLLM, SamplingParams
+
+uvloop.new_event_loop().close()  # it keeps a pipe until the process ends, which is no leak
 
 Show = Callable[[str], None]
 
@@ -77,9 +79,8 @@ async def quiet(llm: AsyncLLM) -> None:
             await asyncio.sleep(0.05)
         for rank in range(NUM_ENGINES):
             params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-            async for output in llm.generate("quiet", params, data_parallel_rank=rank):
-                pass
-            assert (output.outputs[0].text, output.outputs[0].engine_index) == ("quiet", rank)
+            told = [output.outputs[0] async for output in llm.generate("quiet", params, data_parallel_rank=rank)]
+            assert (told[-1].text, told[-1].engine_index) == ("quiet", rank)
 
 
 async def settled(client: Any, before: Census) -> None:

@@ -85,8 +85,8 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         return "vLLM ranks are started for a fixed number" if config.starts_vllm else None
 
     async def _grow(self, ranks: range) -> None:
-        before, returns = ranks.start, self.lookout.returns
-        logger.info("growing from %d to %d engines", before, ranks.stop)
+        returns = self.lookout.returns
+        logger.info("growing from %d to %d engines", ranks.start, ranks.stop)
         newcomers: list[Engine] = []
         self._resize(ranks.stop)
         returns.held = frozenset(ranks)
@@ -99,7 +99,6 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
                 if (death := _first_death(newcomers)) is not None:
                     raise startup_error(death)
         except BaseException:
-            self._resize(before)
             await self._stop(newcomers, 0.0)
             raise
         finally:
@@ -126,9 +125,9 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         before = [(engine, engine.state) for engine in leaving]
         for engine in leaving:
             self.engines.leaves(engine)
-        deadline = monotonic() + drain_s
+        calls, deadline = self.inbox.calls, monotonic() + drain_s
         try:
-            while any(engine.live for engine in leaving) and monotonic() < deadline:
+            while any(engine.live or calls.are_for(engine.index) for engine in leaving) and monotonic() < deadline:
                 await asyncio.sleep(POLL_S)
                 self.ensure_alive()
         except BaseException:
@@ -139,7 +138,6 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             if request_ids := list(engine.live):
                 self._evict(engine, request_ids, f"it was taken out, and the request was not done within {drain_s:g} s")
         await self._stop(leaving, self.config.shutdown_timeout_s + self.config.terminate_timeout_s)
-        self._resize(len(self.engines))
 
     def _evict(self, engine: Engine, request_ids: list[str], cause: str) -> None:
         """Take an engine's requests away from it. What it still sends of them is dropped, and made anew elsewhere."""
@@ -150,15 +148,27 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._deliver([Failures(engine, request_ids, reason, is_loss=True, is_death=False)])
 
     async def _stop(self, engines: Sequence[Engine], timeout: float) -> None:
-        """End the processes of engines, and forget them."""
+        """End the processes of engines, and forget them. Cancelled, it finishes that first: nothing is half done."""
+        stopping = asyncio.ensure_future(self._stop_all(engines, timeout))
+        is_cancelled = False
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                is_cancelled = True
+        stopping.result()
+        if is_cancelled:
+            raise asyncio.CancelledError
+
+    async def _stop_all(self, engines: Sequence[Engine], timeout: float) -> None:
         launcher = self.lookout.returns.launcher
         assert launcher is not None
-        stops = [asyncio.to_thread(launcher.stop, engine.index, timeout) for engine in engines]
-        await asyncio.shield(asyncio.gather(*stops))
+        await asyncio.gather(*(asyncio.to_thread(launcher.stop, engine.index, timeout) for engine in engines))
         if self.resources.closing:
             return
         for engine in engines:
             self.lookout.dismiss(engine)
+        self._resize(len(self.engines))
         if self._receiver is not None:
             self._receiver.read_links()  # before the loop looks at sockets that are closed
 

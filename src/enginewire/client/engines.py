@@ -251,10 +251,11 @@ class Engines:
         self._tell(engine)
 
     def stays(self, engine: Engine, state: EngineState) -> None:
-        """Note that an engine is not taken out after all, and is what it was before."""
+        """Note that an engine is not taken out after all, and is what it was before, or what follows if it ended."""
         with self._lock:
-            if engine.state is EngineState.LEAVING:
-                self._enter(engine, state)
+            if engine.state is EngineState.DEAD and state is not EngineState.DEAD and engine.death is not None:
+                state, engine.death = self._restart_or_give_up(engine, engine.death)
+            self._enter(engine, state)
         self._tell(engine)
 
     def remove(self, engine: Engine) -> None:

@@ -18,7 +18,14 @@ from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError
 from enginewire.wire.codec import OutputsDecoder
 from enginewire.wire.frames import ENGINE_CORE_DEAD, Buffer, is_death_marker, may_hold_utility_output, sender_of
-from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, ReceivedOutput, ReceivedOutputs
+from enginewire.wire.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    ReceivedOutput,
+    ReceivedOutputs,
+    SchedulerStats,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +165,14 @@ class Inbox:
             outputs = [*self.failover.lost(engine, request_ids, reason, is_death=failures.is_death)]
         else:
             outputs = [*self.failover.fail(request_ids, reason)]
-        return ReceivedOutputs(engine.index, outputs) if outputs else None
+        stats = None
+        if failures.is_loss and (engine.load.running or engine.load.waiting):
+            # What it reported last went down with it. Nobody must be left with that picture, balancers least of all.
+            engine.load.report(0, 0)
+            stats = SchedulerStats()
+        if not outputs and stats is None:
+            return None
+        return ReceivedOutputs(engine.index, outputs, scheduler_stats=stats)
 
     def _sender(self, link: Link, frames: Frames) -> Engine:
         """Find out who of several on one link sent a message. Raises :class:`DecodeError`."""

@@ -195,8 +195,7 @@ class Lookout:
             cause = f"engine {engine.index}: {death.cause}"
             self._inbox.calls.engine_lost(engine.index, f"the engine was lost meanwhile: {death.cause}")
             request_ids = list(engine.live)  # a copy: consumers in other threads change it meanwhile
-            if request_ids:
-                arrivals.append(Failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}", is_loss=True))
+            arrivals.append(Failures(engine, request_ids, f"{ENGINE_LOST_PREFIX}{cause}", is_loss=True))
             engine.stale.update(request_ids)
             engine.is_haunted = True
             self.returns.was_lost(engine, now)
@@ -209,6 +208,8 @@ class Lookout:
         """Forget an engine whose process has been stopped."""
         self._disconnected.discard(engine.index)
         self._balancer.removed(engine.index)
+        self._inbox.calls.engine_lost(engine.index, "the engine was taken out meanwhile")
+        self._news.append(Failures(engine, (), "it was taken out", is_loss=True))
         self.returns.dismiss(engine)
 
     def _ask_for_losses(self, engine: Engine) -> None:

@@ -93,6 +93,8 @@ class Returns:
         self._newcomers: dict[int, list[bytes]] = {}
         """HELLOs of ranks that have an engine, or had one."""
         self._give_up_at: dict[int, float] = {}
+        self._dismissed: set[int] = set()
+        """Ranks that were taken out, whose last words may still be on their way."""
         self._handshake_decoder = MsgpackDecoder(HandshakeMessage)
 
     # What engines say of themselves.
@@ -100,6 +102,8 @@ class Returns:
     def take_handshake(self, frames: list[bytes]) -> None:
         """Take a message of the handshake socket, of an engine that was ready once or should have been."""
         index = engine_index_of(frames[0])
+        if index in self._dismissed:
+            return
         try:
             if index is None or self._engines.get(index) is None or len(frames) != 2:
                 raise DecodeError("it is none of an engine that is expected")
@@ -238,6 +242,7 @@ class Returns:
         limit = config.ready_timeout_s if config.starts_by_tcp else config.hello_timeout_s
         self._give_up_at[engine.index] = now + limit
         engine.is_running = True
+        self._dismissed.discard(engine.index)
         self._engines.starts_anew(engine)
         try:
             self.launcher.start(self.specs[engine.index])
@@ -352,6 +357,7 @@ class Returns:
     def dismiss(self, engine: Engine) -> None:
         """Forget an engine whose process has been stopped."""
         index = engine.index
+        self._dismissed.add(index)
         for memory in (self._starting, self._newcomers, self._give_up_at, self.specs):
             memory.pop(index, None)
         self.pings.drop(index)

@@ -94,6 +94,11 @@ class UtilityCalls:
             except DecodeError as exc:
                 fail(call.waiter, _error(call, f"the result of {call.method} cannot be decoded: {exc}"))
 
+    def are_for(self, engine_index: int) -> bool:
+        """Whether calls to an engine are in flight."""
+        with self._lock:
+            return any(call.engine_index == engine_index for call in self._pending.values())
+
     def engine_lost(self, engine_index: int, cause: str) -> None:
         """Fail the calls in flight to one engine; new ones are welcome."""
         self._fail_pending(lambda call: _error(call, cause), engine_index)
