@@ -58,7 +58,7 @@ docs: $(DEV_STAMP) ## rewrite the generated tables, check the documents, run the
 faults: $(DEV_STAMP) ## kill, stop, starve and confuse engines and clients
 	$(PYTEST) -q tests/faults $(ARGS)
 
-soak: $(DEV_STAMP) ## the tests that take minutes
+soak: $(DEV_STAMP) ## the tests that take minutes: half an hour of chaos among them; ENGINEWIRE_SOAK_MINUTES=5
 	$(PYTEST) -m slow $(ARGS)
 
 interop: $(DEV_STAMP) ## against real vLLM 0.25.1 and 0.32.0, made in your cache if missing (11 GB); ARGS="-k 0.25.1"

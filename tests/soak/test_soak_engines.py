@@ -123,7 +123,6 @@ def run(name: str, seconds: float, show: Show, *, num_users: int, pace: float, f
         async with await AsyncLLM.create("echo", **SETTINGS) as llm:
             await soak(story, llm, num_users=num_users, pace=pace)
 
-    logging.getLogger("enginewire").setLevel(logging.ERROR)
     try:
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main())
@@ -133,13 +132,15 @@ def run(name: str, seconds: float, show: Show, *, num_users: int, pace: float, f
 
 
 @pytest.mark.timeout(240)
-def test_a_quarter_of_a_minute(show: Show) -> None:
+def test_a_quarter_of_a_minute(show: Show, caplog: pytest.LogCaptureFixture) -> None:
     """Issue 6, shows: make soak, in short."""
+    caplog.set_level(logging.ERROR, "enginewire")  # what is captured stays
     run("short", 12.0, show, num_users=16, pace=2.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(MINUTES * 60 + 300)
-def test_many_minutes(show: Show) -> None:
+def test_many_minutes(show: Show, caplog: pytest.LogCaptureFixture) -> None:
     """Issue 6, shows: random kills, stops, scale steps, disconnects and aborts; counts return to zero, no leak."""
+    caplog.set_level(logging.ERROR, "enginewire")
     run("long", MINUTES * 60, show, num_users=32, pace=1.0, factory=uvloop.new_event_loop)
