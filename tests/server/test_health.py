@@ -16,9 +16,14 @@ from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.stats import IterationStats, StatLogger
 from enginewire.server import health
 from enginewire.server.health import EngineMonitor
+from enginewire.server.snapshot import snapshot
 from enginewire.server.state import Health, ServerState
+from enginewire.wire.handshake import EngineCoreReadyResponse
 from enginewire.wire.stats import SchedulerStats
 
+READY = EngineCoreReadyResponse(
+    max_model_len=16, num_gpu_blocks=4, block_size=16, dtype="float32", vllm_version="0.25.1"
+)
 KILLED = EngineDeath(1, "killed by signal 9 (SIGKILL)")
 
 
@@ -33,6 +38,14 @@ class FakeLLM:
         self.statuses = [EngineStatus(index, "ready") for index in range(num_engines)]
         self.paused: list[bool | Exception | asyncio.Future[bool]] = [False] * num_engines
         self.stat_logger: StatLogger | None = None
+        self.on_engine_change: Callable[[EngineStatus], None] | None = None
+        self.is_scaling = False
+
+    def take_out(self, index: int) -> None:
+        """Have the last engine taken out, as a client tells it."""
+        status = self.statuses.pop(index)
+        assert self.on_engine_change is not None
+        self.on_engine_change(replace(status, state="removed"))
 
     def engine_statuses(self) -> list[EngineStatus]:
         return self.statuses
@@ -234,3 +247,52 @@ def test_every_word_for_health_has_its_place_in_the_documents() -> None:
 
     text = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     assert [word for word in Health if f"`{word}`" not in text] == []
+
+
+@running
+async def test_an_engine_that_was_taken_out_is_gone_from_health_and_state_and_its_counts_stay(clock: Clock) -> None:
+    """Issue 6: sums do not go back, and counts go on when there is an engine of that rank again."""
+    llm, monitor, state = make(2)
+    state.record(1, SchedulerStats(num_running_reqs=4), IterationStats(1000.0, num_generation_tokens=7))
+    llm.change(1, num_deaths=2, num_restarts=2, num_moved=5)
+    monitor.look()
+    llm.change(1, state="leaving", num_in_flight=4)
+    monitor.look()
+    assert healths(state) == ["ready", "leaving"]
+    assert monitor.why_not_ready() is None
+    llm.change(1, num_moved=8, num_lost=1)  # between two looks
+    llm.take_out(1)
+    monitor.look()
+    now = snapshot(state, clock.now)
+    assert [engine.index for engine in now.engines] == [0]
+    assert (now.num_deaths, now.num_restarts, now.num_moved, now.num_lost) == (2, 2, 8, 1)
+    assert now.num_generation_tokens == 7
+    llm.statuses.append(EngineStatus(1, "starting"))
+    llm.paused.append(False)
+    monitor.look()
+    assert healths(state) == ["ready", "starting"]
+    llm.change(1, state="ready", num_deaths=1, num_moved=1)
+    monitor.look()
+    now = snapshot(state, clock.now)
+    assert [(engine.index, engine.num_deaths, engine.num_running) for engine in now.engines] == [(0, 0, 0), (1, 3, 0)]
+    assert (now.num_deaths, now.num_moved) == (3, 9)
+
+
+@running
+async def test_an_engine_that_cannot_be_put_in_or_dies_while_it_leaves_is_no_death_of_the_server(clock: Clock) -> None:
+    """With --exit-on-engine-death a newcomer would take the others with it."""
+    llm, monitor, _ = make(3)
+    llm.is_scaling = True
+    llm.change(2, state="dead", death=KILLED, num_deaths=1)
+    monitor.look()
+    assert monitor.first_death() is None
+    llm.change(1, state="leaving", ready=READY)
+    monitor.look()
+    llm.change(1, state="dead", death=KILLED, num_deaths=1)
+    monitor.look()
+    assert monitor.first_death() is None
+    llm.change(0, state="dead", death=EngineDeath(0, "gone"), ready=READY)
+    monitor.look()
+    assert monitor.first_death() == EngineDeath(0, "gone")
+    llm.is_scaling = False  # it was called off, and the two are the server's again
+    assert monitor.first_death() is not None

@@ -25,6 +25,10 @@ SETTINGS: Final = (
     "data_parallel_backend",
     "load_balancer",
     "wire_version",
+    "failover",
+    "failover_timeout_s",
+    "restart_engine",
+    "drain_timeout_s",
 )
 """Settings of ``EngineConfig`` that have a flag here."""
 
@@ -43,6 +47,7 @@ def add_data_parallel_options(parser: argparse.ArgumentParser, *, for_server: bo
     )
     add("--data-parallel-address", "-dpa", metavar="HOST", help="where engines and frontend meet (default: 127.0.0.1)")
     add("--data-parallel-rpc-port", "-dpp", type=int, metavar="N", help="and on which port (default: 29550)")
+    _add_loss_options(parser, for_server=for_server)
     if not for_server:
         return
     add(
@@ -85,6 +90,38 @@ def add_data_parallel_options(parser: argparse.ArgumentParser, *, for_server: bo
     add("--api-server-count", "-asc", type=int, metavar="N", help="server processes over the same engines (default: 1)")
     add("--headless", action="store_true", help="engines only, for a server elsewhere, enginewire's or vLLM's")
     add("--wire-version", metavar="V", help="--headless: the vLLM version to speak (default: what the server shows)")
+
+
+def _add_loss_options(parser: argparse.ArgumentParser, *, for_server: bool) -> None:
+    """Add what happens when an engine is gone."""
+    add = parser.add_argument_group("engines that end, or are taken out").add_argument
+    add(
+        "--restart-engine",
+        type=int,
+        metavar="N",
+        help="start an engine that ended again, up to N times in a row (default: 0)",
+    )
+    add(
+        "--failover",
+        choices=("none", "resume", "exact"),
+        help="its requests fail (none, default), or go on elsewhere: if the text stays a valid sample of the model "
+        "(resume), or only if it is that of an undisturbed run (exact)",
+    )
+    add(
+        "--failover-timeout",
+        type=float,
+        metavar="S",
+        dest="failover_timeout_s",
+        help="how long such a request waits for an engine (default: 60)",
+    )
+    if for_server:
+        add(
+            "--drain-timeout",
+            type=float,
+            metavar="S",
+            dest="drain_timeout_s",
+            help="how long requests may go on at an engine that is taken out, see POST /scale_elastic_ep (default: 30)",
+        )
 
 
 def data_parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,6 +180,14 @@ def _check_ray(args: argparse.Namespace) -> None:
 
 def _check_headless(settings: dict[str, Any], api_server_count: int | None) -> None:
     """Refuse what contradicts a node without a server, and settle how many engines it has."""
+    if settings.get("restart_engine"):
+        raise ConfigError(
+            "--headless does not start engines again; instead of --restart-engine, have a supervisor start the command "
+            "again, with one engine each"
+        )
+    if of_server := sorted(settings.keys() & {"failover", "failover_timeout_s", "drain_timeout_s"}):
+        flags = ", ".join(f"--{name.removesuffix('_s').replace('_', '-')}" for name in of_server)
+        raise ConfigError(f"--headless runs no server, and {flags} is for the server; give it there")
     local = settings.setdefault("data_parallel_size_local", _size_from_start_rank(settings))
     if local < 1:
         raise ConfigError(f"--headless runs engines here: --data-parallel-size-local must be at least 1, got {local}")

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from enginewire import envs
+from enginewire.cli.main import exit_code
 from enginewire.cli.terminal import one_line, say
 from enginewire.config import EngineConfig
 from enginewire.errors import ConfigError, EngineClientError
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Slot(options).run()
     except EngineClientError as exc:
         say(f"enginewire-frontend: error: {one_line(exc)}")
-        return 1
+        return exit_code(exc)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,14 @@ from typing import Final, NoReturn
 
 from enginewire._version import __version__
 from enginewire.cli.terminal import one_line, say
-from enginewire.errors import EngineClientError, EngineDeadError, EngineStartupError
+from enginewire.errors import (
+    AddressError,
+    ConfigError,
+    EngineClientError,
+    EngineDeadError,
+    EngineStartupError,
+    InvalidRequestError,
+)
 
 COMMANDS: Final = {
     "run": "complete a prompt; stream the text",
@@ -56,13 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SIGNALLED + signal.SIGPIPE
     except EngineClientError as exc:
         say(f"enginewire: error: {one_line(exc)}{_hint(exc, is_verbose)}")
-        return EXIT_ERROR
+        return exit_code(exc)
     except Exception as exc:
         if is_verbose:
             raise
         say(f"enginewire: error: {type(exc).__name__}: {one_line(exc)} (--verbose shows where)")
         return EXIT_ERROR
     return 0
+
+
+def exit_code(exc: EngineClientError) -> int:
+    """Return whether the command line is wrong, or what it asks for failed: then trying again may help."""
+    is_wrong_usage = isinstance(exc, (ConfigError, InvalidRequestError)) and not isinstance(exc, AddressError)
+    return EXIT_USAGE if is_wrong_usage else EXIT_ERROR
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from enginewire import envs
 from enginewire.cli.options import DEFAULT_MODEL_NAME, add_engine_options, engine_config
 from enginewire.cli.terminal import announce
-from enginewire.errors import ConfigError
+from enginewire.errors import EngineClientError
 
 if TYPE_CHECKING:
     from enginewire.server.settings import ServerSettings
@@ -84,7 +84,7 @@ def execute(args: argparse.Namespace) -> None:
         from enginewire.server.access_log import set_up_logging
         from enginewire.server.run import serve
     except ImportError as exc:
-        raise ConfigError(f'the server needs more packages ({exc}): pip install "enginewire[serve]"') from exc
+        raise EngineClientError(f'the server needs more packages ({exc}): pip install "enginewire[serve]"') from exc
     config = engine_config(args, _limits(args))
     settings = _settings(args, config.model)
     set_up_logging(args.log_level.upper())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from enginewire.cli.terminal import say
-from enginewire.errors import ConfigError
+from enginewire.errors import AddressError, ConfigError
 
 if TYPE_CHECKING:
     from enginewire.recorder.entry import Entry
@@ -142,6 +142,7 @@ def record(args: argparse.Namespace, view: View) -> None:
     """Relay and record until Ctrl-C or SIGTERM; the file is whole at any moment.
 
     Raises:
+        AddressError: somebody else listens there.
         ConfigError: an address cannot be used, or the file cannot be made.
     """
     from enginewire.recorder.journal import Journal
@@ -160,6 +161,8 @@ def record(args: argparse.Namespace, view: View) -> None:
         taps = Taps(recording.message, lambda text: recording.notice(relay.now, text))
         try:
             relay = stack.enter_context(Relay(args.listen, args.frontend, taps))
+        except AddressError:
+            raise
         except OSError as exc:
             raise ConfigError(f"{exc.strerror}; --listen and --frontend take addresses as {DEFAULT_LISTEN}") from exc
         say(f"enginewire: engines say HELLO at {relay.address}, the frontend is at {args.frontend}; Ctrl-C ends it")

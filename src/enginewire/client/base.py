@@ -29,7 +29,8 @@ class EngineStatus:
 
     Attributes:
         index: global rank.
-        state: ``starting``, ``ready``, ``lost`` (its return is awaited), ``dead``, or ``leaving`` (to be taken out).
+        state: ``starting``, ``ready``, ``lost`` (its return is awaited), ``dead``, ``leaving`` (to be taken out), or
+            ``removed`` (``on_engine_change`` is told: the last of it).
         death: why it is gone, or was the last time; ``None``: it never was.
         num_in_flight: requests of this client that it has.
         num_deaths: how often it died or was lost.
@@ -58,8 +59,9 @@ class EngineCoreClient(ABC):
     Attributes:
         config: a copy of the configuration, with what the engine reported filled in (``max_model_len``,
             ``num_gpu_blocks``, ``capabilities`` …).
-        on_engine_change: called when an engine becomes ready, is lost or dies, with its new status; on any thread, so
-            it should be quick. It lives as long as the client's engines are watched: until ``shutdown()``.
+        on_engine_change: called when an engine becomes ready, is lost, dies or is taken out, with its new status; on
+            any thread, so it should be quick. It lives as long as the client's engines are watched: until
+            ``shutdown()``.
         is_scaling: the number of engines is being changed.
 
     Raises (any operation):

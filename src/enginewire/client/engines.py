@@ -55,6 +55,7 @@ class EngineState(StrEnum):
     DEAD = "dead"
     LEAVING = "leaving"
     """Gets no requests any longer, and is taken out once those that it has are done."""
+    REMOVED = "removed"
 
 
 class Link:
@@ -262,9 +263,11 @@ class Engines:
         """Forget an engine that is gone by our own will."""
         with self._lock:
             self._engines = {index: each for index, each in self._engines.items() if each is not engine}
+            engine.state = EngineState.REMOVED
             for other in self:
                 self._enter(other, other.state)
         logger.info("engine=%d is taken out", engine.index)
+        self._tell(engine)
 
     def get(self, index: int | None) -> Engine | None:
         """Return the engine of this rank, ``None`` if it is not ours."""

@@ -233,6 +233,15 @@ class AsyncLLM:
         return self._client.engine_statuses()
 
     @property
+    def on_engine_change(self) -> Callable[[EngineStatus], None] | None:
+        """Is told when an engine becomes ready, is lost, dies or is taken out, if set; see ``EngineCoreClient``."""
+        return self._client.on_engine_change
+
+    @on_engine_change.setter
+    def on_engine_change(self, callback: Callable[[EngineStatus], None] | None) -> None:
+        self._client.on_engine_change = callback
+
+    @property
     def scheduler_stats(self) -> SchedulerStats | None:
         """The engine's statistics as of its last message, of several the one that reported last; ``None``: none has."""
         return self._outputs.scheduler_stats

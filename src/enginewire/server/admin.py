@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from enginewire.errors import InvalidRequestError, UtilityCallError, UtilityTimeoutError
+from enginewire.errors import EngineStartupError, InvalidRequestError, UtilityCallError, UtilityTimeoutError
 from enginewire.server.body import decode_body
 from enginewire.server.context import Context, Endpoint, Parameter
 from enginewire.server.errors import HTTPError
@@ -51,6 +51,30 @@ class CollectiveRPCResponse(Struct):
     """One result per worker."""
 
     results: list[Any]
+
+
+class ScaleRequest(Struct, kw_only=True):
+    """How many engines there are to be; the field names are vLLM's.
+
+    Attributes:
+        new_data_parallel_size: at least 1.
+        drain_timeout: seconds that requests may go on at engines that are taken out; default: ``--drain-timeout``.
+    """
+
+    new_data_parallel_size: Annotated[int, Meta(ge=1)]
+    drain_timeout: Annotated[float, Meta(ge=0)] | None = None
+
+
+class ScaleResponse(Struct):
+    """What was done, in vLLM's words."""
+
+    message: str
+
+
+class IsScaling(Struct):
+    """Whether the number of engines is being changed."""
+
+    is_scaling_elastic_ep: bool
 
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -130,6 +154,47 @@ async def collective_rpc(context: Context, request: Request) -> Reply:
     return json_response(CollectiveRPCResponse(results))
 
 
+async def scale_elastic_ep(context: Context, request: Request) -> Reply:
+    """Change the number of engines, and answer when that is done. A client that leaves calls it off."""
+    wanted = decode_body(ScaleRequest, request)
+    if (reason := _why_fixed(context)) is not None:
+        raise HTTPError(400, f"the number of these engines cannot be changed: {reason}", code="cannot_scale")
+    if context.llm.is_scaling:
+        raise HTTPError(
+            409,
+            "the number of engines is being changed already; /is_scaling_elastic_ep tells when that is over",
+            code="scaling",
+        )
+    try:
+        await context.llm.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
+    except NotImplementedError as exc:
+        is_one = len(context.llm.engine_statuses()) == 1
+        reason = "a server that starts with one engine stays with it; start it with --data-parallel-size 2 or more"
+        raise HTTPError(400, reason if is_one else str(exc), code="cannot_scale") from exc
+    except EngineStartupError as exc:  # not the tail of its log: that may hold anything
+        what, *_ = str(exc).splitlines()
+        raise HTTPError(500, f"no engine was added: {what}", code="scaling_failed") from exc
+    finally:
+        context.fit_admission()
+        context.monitor.look()
+    return json_response(ScaleResponse(f"Scaled to {wanted.new_data_parallel_size} data parallel engines"))
+
+
+def _why_fixed(context: Context) -> str | None:
+    """Return why the number of engines cannot be changed here, as far as the server knows; else the client says it."""
+    config = context.llm.config
+    if context.settings.api_server_count > 1:
+        return "several server processes share them (--api-server-count)"
+    if config.data_parallel_external_lb or config.data_parallel_hybrid_lb:
+        return "somebody else spreads the load over several servers; start another server with engines of its own"
+    return None
+
+
+async def is_scaling_elastic_ep(context: Context, request: Request) -> Reply:
+    """Tell whether the number of engines is being changed."""
+    return json_response(IsScaling(context.llm.is_scaling))
+
+
 def _query(request: Request, name: str, kind: Any, default: Any) -> Any:
     """Read a parameter of the URL: ``?level=1&mode=wait``."""
     text = request.query.get(name)
@@ -193,5 +258,21 @@ ENDPOINTS = [
         request=CollectiveRPCRequest,
         response=CollectiveRPCResponse,
         errors=(504,),
+    ),
+    Endpoint(
+        "POST",
+        "/scale_elastic_ep",
+        scale_elastic_ep,
+        "Change the number of engines; answers when that is done.",
+        request=ScaleRequest,
+        response=ScaleResponse,
+        errors=(409,),
+    ),
+    Endpoint(
+        "POST",
+        "/is_scaling_elastic_ep",
+        is_scaling_elastic_ep,
+        "Whether the number of engines is being changed.",
+        response=IsScaling,
     ),
 ]

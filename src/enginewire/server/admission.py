@@ -64,6 +64,10 @@ class Admission:
                 parameter="n",
             )
 
+    def resize(self, limit: int) -> None:
+        """Have another limit from now on. What is in flight stays."""
+        self._limit = limit
+
     def close(self, reason: UnavailableError) -> None:
         """Take nothing in any more."""
         self._closed = reason

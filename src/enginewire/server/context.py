@@ -40,8 +40,7 @@ class Context:
     @classmethod
     def create(cls, llm: AsyncLLM, settings: ServerSettings, siblings: Siblings | None = None) -> Context:
         """Make the parts of a server for ``llm``."""
-        limit = llm.config.max_num_seqs * len(llm.config.managed_ranks) + settings.max_queue
-        admission = Admission(-(-limit // settings.api_server_count))  # each process has its share of the places
+        admission = Admission(_places(llm, settings))
         state = ServerState.of(llm.config, settings.model_name)
         monitor = EngineMonitor(llm, state, settings.stall_timeout_s)
         generation = Generation(llm, admission, monitor)
@@ -59,6 +58,10 @@ class Context:
         """Return what all of the server's processes know, to be read at once."""
         return self.own_state() if self.siblings is None else await self.siblings.collect(self.own_state())
 
+    def fit_admission(self) -> None:
+        """Take in as many completions as there is room for now that the number of engines has changed."""
+        self.admission.resize(_places(self.llm, self.settings))
+
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model; who names none gets what there is.
 
@@ -70,6 +73,12 @@ class Context:
             raise NotFoundError(
                 f"the model {name!r} does not exist here; served: {served}", param="model", code="model_not_found"
             )
+
+
+def _places(llm: AsyncLLM, settings: ServerSettings) -> int:
+    """Return how many completions run on the engines and wait; each server process has its share."""
+    limit = llm.config.max_num_seqs * len(llm.config.managed_ranks) + settings.max_queue
+    return -(-limit // settings.api_server_count)
 
 
 Handler: TypeAlias = Callable[[Context, Request], Awaitable[Reply]]

@@ -27,6 +27,9 @@ REPORT_INTERVAL_S: Final = 10.0
 
 GONE: Final = (Health.STARTING, Health.LOST, Health.DEAD)
 
+REMOVED: Final = "removed"
+"""The state of an engine in the last that the client says of it."""
+
 
 @dataclass(slots=True)
 class _Engine:
@@ -34,6 +37,7 @@ class _Engine:
 
     Attributes:
         status: what the client says.
+        is_leaving: it was being taken out when it was last seen alive.
         last_answer: when it last answered a question.
         last_progress: when its last message came, or when it was last seen with nothing to do.
         ping: the question that it has not answered yet.
@@ -43,6 +47,7 @@ class _Engine:
     status: EngineStatus
     last_answer: float
     last_progress: float
+    is_leaving: bool = False
     is_paused: bool = False
     is_asleep: bool = False
     ping: asyncio.Task[None] | None = None
@@ -66,9 +71,11 @@ class EngineMonitor:
         self._engines: dict[int, _Engine] = {}
         self._is_draining = False
         self._has_engine = True
+        self._fatal_death: EngineDeath | None = None
         self._died = asyncio.Event()
         self.look()
         llm.stat_logger = self
+        llm.on_engine_change = self._take_removal
 
     # What others say.
 
@@ -125,21 +132,47 @@ class EngineMonitor:
         """Take in what the client knows of its engines now."""
         now = time.monotonic()
         for status in self._llm.engine_statuses():
-            engine = self._engines.get(status.index)
-            if engine is None:
-                engine = self._engines[status.index] = _Engine(status, now, now)
-            elif engine.status.state != status.state or engine.status.num_deaths != status.num_deaths:
-                self._changed(engine, now)
-            engine.status = status
-            if not status.num_in_flight:
-                engine.last_progress = now
-            self._publish(engine, now)
-        if self.first_death() is not None:
+            self._take(status, now)
+        self._state.is_scaling = self._llm.is_scaling
+        if self._fatal_death is None and (death := self.first_death()) is not None:
+            self._fatal_death = death
             self._died.set()
         had_engine, self._has_engine = self._has_engine, not self.are_all_dead()
         if had_engine and not self._has_engine:  # of every other loss the client has told the log
             causes = (self._describe(index, Health.DEAD, now) for index in self._engines)
             logger.error("no engine is left: %s", "; ".join(causes))
+
+    def _take(self, status: EngineStatus, now: float) -> None:
+        """Take in what the client says of an engine."""
+        engine = self._engines.get(status.index)
+        if engine is None:
+            self._state.engine(status.index).is_removed = False
+            engine = self._engines[status.index] = _Engine(EngineStatus(status.index, Health.STARTING), now, now)
+        elif engine.status.state != status.state or engine.status.num_deaths != status.num_deaths:
+            self._changed(engine, now)
+        before, engine.status = engine.status, status
+        if status.state != Health.DEAD:
+            engine.is_leaving = status.state == Health.LEAVING
+        if not status.num_in_flight:
+            engine.last_progress = now
+        self._count(before, status)
+        self._publish(engine, now)
+
+    def _take_removal(self, status: EngineStatus) -> None:
+        """Take in the last that the client says of an engine that was taken out: by a coroutine, thus on the loop."""
+        if status.state == REMOVED and (engine := self._engines.pop(status.index, None)) is not None:
+            if engine.ping is not None:
+                engine.ping.cancel()
+            self._count(engine.status, status)
+            self._state.engine(status.index).remove()
+
+    def _count(self, before: EngineStatus, status: EngineStatus) -> None:
+        """Add to the server's counts what was added to the client's, which begin at 0 with every engine put in."""
+        state = self._state.engine(status.index)
+        state.num_deaths += status.num_deaths - before.num_deaths
+        state.num_restarts += status.num_restarts - before.num_restarts
+        state.num_moved += status.num_moved - before.num_moved
+        state.num_lost += status.num_lost - before.num_lost
 
     def _changed(self, engine: _Engine, now: float) -> None:
         """Begin anew with an engine that is another one now, or is gone. The client has told the log."""
@@ -168,17 +201,21 @@ class EngineMonitor:
     async def wait_died(self) -> EngineDeath:
         """Wait until an engine is dead for good; return why."""
         await self._died.wait()
-        death = self.first_death()
-        assert death is not None
-        return death
+        assert self._fatal_death is not None
+        return self._fatal_death
 
     # What is to be told.
 
     def first_death(self) -> EngineDeath | None:
-        """Return the death of an engine that will not come back; ``None`` if there is none."""
+        """Return the death of an engine that will not come back; ``None`` if there is none.
+
+        One that is being put in or taken out is no loss: whoever changes the number of engines hears of it.
+        """
+        is_scaling = self._llm.is_scaling
         for engine in self._engines.values():
             status = engine.status
-            if status.state == Health.DEAD and not status.is_awaited:
+            is_passing = is_scaling and (status.ready is None or engine.is_leaving)
+            if status.state == Health.DEAD and not status.is_awaited and not is_passing:
                 return status.death or EngineDeath(status.index, "for an unknown reason")
         return None
 
@@ -208,6 +245,8 @@ class EngineMonitor:
             return Health(engine.status.state)
         if self._is_draining:
             return Health.DRAINING
+        if engine.status.state == Health.LEAVING:
+            return Health.LEAVING
         if engine.is_asleep:
             return Health.ASLEEP
         if engine.is_paused:
@@ -238,7 +277,6 @@ class EngineMonitor:
             state.is_gone()
         state.health = health
         state.num_in_flight = status.num_in_flight
-        state.num_deaths = status.num_deaths
         state.death = None if status.death is None else status.death.cause
         if status.ready is not None:
             state.block_size, state.num_gpu_blocks = status.ready.block_size, status.ready.num_gpu_blocks

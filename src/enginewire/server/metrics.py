@@ -48,6 +48,9 @@ COUNTERS: Final[list[tuple[str, str, Read]]] = [
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda e: e.prefix_cache_queries),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda e: e.prefix_cache_hits),
     ("enginewire:engine_deaths", "How often the engine died or was lost.", lambda e: e.num_deaths),
+    ("enginewire:engine_restarts", "How often the engine was started again.", lambda e: e.num_restarts),
+    ("enginewire:requests_resumed", "Completions that went on elsewhere when it was gone.", lambda e: e.num_moved),
+    ("enginewire:requests_lost", "Completions that failed because it was gone.", lambda e: e.num_lost),
 ]
 
 HISTOGRAMS: Final[list[tuple[str, str, Callable[[EngineState], Histogram]]]] = [
@@ -99,11 +102,14 @@ class ServerMetrics(Collector):
         yield from self._process_families()
 
     def _engine_families(self) -> Iterator[Metric]:
+        # Those that were taken out keep their counters: a sum would go back without them, and a rate over a series that
+        # collects them would count them twice.
         engines = [((self._state.model_name, str(engine.index)), engine) for engine in self._state.engines.values()]
         for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             for labels, engine in engines:
-                gauge.add_metric(labels, read(engine))
+                if not engine.is_removed:
+                    gauge.add_metric(labels, read(engine))
             yield gauge
         for name, text, read in COUNTERS:
             counter = CounterMetricFamily(name, text, labels=LABELS)
@@ -130,7 +136,7 @@ class ServerMetrics(Collector):
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache.", labels=(*LABELS, "block_size", "num_gpu_blocks")
         )
-        for engine in state.engines.values():
+        for engine in state.present:
             cache.add_metric((model, str(engine.index), str(engine.block_size), str(engine.num_gpu_blocks)), 1)
         yield cache
         in_flight = GaugeMetricFamily(

@@ -22,7 +22,7 @@ import uvloop
 
 from enginewire.client.base import EngineCoreClient
 from enginewire.engine.channel import Channel
-from enginewire.errors import ConfigError, EngineClientError
+from enginewire.errors import AddressError, ConfigError, EngineClientError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.access_log import set_up_logging
 from enginewire.server.app import App
@@ -93,7 +93,7 @@ class Process:
                     is_successor=bool(begin.ready),
                 )
         except EngineClientError as exc:
-            self._line.send(Failed(str(exc), isinstance(exc, ConfigError)))
+            self._line.send(Failed(str(exc), isinstance(exc, ConfigError) and not isinstance(exc, AddressError)))
             return 1
         finally:
             for task in self._tasks:

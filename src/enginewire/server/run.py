@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import uvicorn
 
 from enginewire.config import EngineConfig
-from enginewire.errors import ConfigError, EngineDeadError
+from enginewire.errors import AddressError, EngineDeadError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.app import App, build_app
 from enginewire.server.context import Siblings
@@ -53,7 +53,7 @@ async def serve(config: EngineConfig, settings: ServerSettings, on_ready: Callab
         on_ready: is called with the URL once requests are served.
 
     Raises:
-        ConfigError: the address cannot be had.
+        AddressError: the address cannot be had.
         EngineClientError: the engine cannot be started.
     """
     with _listen(settings) as listener, stop_signals() as stopped:
@@ -238,7 +238,7 @@ def _listen(settings: ServerSettings) -> Iterator[socket.socket]:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as exc:
         why, *_ = str(exc.strerror or exc).partition(" (while ")  # Python repeats the address there
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {why}") from exc
+        raise AddressError(exc.errno, f"cannot listen on {settings.host} port {settings.port}: {why}") from exc
     with listener:
         yield listener
 

@@ -25,6 +25,9 @@ class EngineSnapshot:
         generation_history: generated tokens in each of the last 60 seconds, oldest first.
         num_deaths: how often it died or was lost.
         death: why, the last time.
+        num_restarts: how often it was started again.
+        num_moved: completions that went on at another engine because it was gone.
+        num_lost: completions that failed because it was gone.
     """
 
     index: int
@@ -39,6 +42,9 @@ class EngineSnapshot:
     generation_history: list[int] = field(repr=False)
     num_deaths: int = 0
     death: str | None = None
+    num_restarts: int = 0
+    num_moved: int = 0
+    num_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,10 @@ class StateSnapshot:
         num_requests_served: completions that ended, however they did.
         num_in_flight: completions that the server is busy with, wherever they are.
         num_disconnects: requests whose client went away.
-        engines: by index.
+        engines: those that there are now, by index.
+        is_scaling: the number of engines is being changed.
+        num_generation_tokens, num_deaths, num_restarts, num_moved, num_lost: since the start; what engines that were
+            taken out had counts, too.
     """
 
     model: str
@@ -64,6 +73,12 @@ class StateSnapshot:
     num_in_flight: int
     num_disconnects: int
     engines: Sequence[EngineSnapshot]
+    is_scaling: bool = False
+    num_generation_tokens: int = 0
+    num_deaths: int = 0
+    num_restarts: int = 0
+    num_moved: int = 0
+    num_lost: int = 0
 
 
 def snapshot(state: ServerState, now: float) -> StateSnapshot:
@@ -77,7 +92,13 @@ def snapshot(state: ServerState, now: float) -> StateSnapshot:
         num_requests_served=sum(sum(engine.finished.values()) for engine in engines),
         num_in_flight=state.num_in_flight,
         num_disconnects=sum(state.disconnects.values()),
-        engines=[_engine_snapshot(engine, now) for engine in engines],
+        engines=[_engine_snapshot(engine, now) for engine in state.present],
+        is_scaling=state.is_scaling,
+        num_generation_tokens=sum(engine.num_generation_tokens for engine in engines),
+        num_deaths=sum(engine.num_deaths for engine in engines),
+        num_restarts=sum(engine.num_restarts for engine in engines),
+        num_moved=sum(engine.num_moved for engine in engines),
+        num_lost=sum(engine.num_lost for engine in engines),
     )
 
 
@@ -96,4 +117,7 @@ def _engine_snapshot(engine: EngineState, now: float) -> EngineSnapshot:
         generation_history=engine.generation_rate.history(now),
         num_deaths=engine.num_deaths,
         death=engine.death,
+        num_restarts=engine.num_restarts,
+        num_moved=engine.num_moved,
+        num_lost=engine.num_lost,
     )

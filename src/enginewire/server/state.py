@@ -41,6 +41,7 @@ class Health(StrEnum):
     PAUSED = "paused"
     ASLEEP = "asleep"
     DRAINING = "draining"
+    LEAVING = "leaving"
     STALLED = "stalled"
     STARTING = "starting"
     LOST = "lost"
@@ -55,8 +56,12 @@ class EngineState(Struct, kw_only=True):
 
     Attributes:
         health: what it can do; see :class:`~enginewire.server.health.EngineMonitor`.
+        is_removed: it was taken out. What it counted stays, so that sums do not go back, and goes on if an engine of
+            its rank is put in again.
         num_deaths: how often it died or was lost.
         death: why, the last time.
+        num_restarts: how often it was started again.
+        num_moved, num_lost: completions that went on elsewhere, and that failed, because it was gone.
         num_in_flight: completions that were sent to it and have not ended.
         block_size, num_gpu_blocks: of its KV cache; 0 until it has said.
         num_running, num_waiting, kv_cache_usage: its last report; zeros before the first, and while it is gone.
@@ -67,8 +72,12 @@ class EngineState(Struct, kw_only=True):
 
     index: int
     health: Health = Health.READY
+    is_removed: bool = False
     num_deaths: int = 0
     death: str | None = None
+    num_restarts: int = 0
+    num_moved: int = 0
+    num_lost: int = 0
     num_in_flight: int = 0
     block_size: int = 0
     num_gpu_blocks: int = 0
@@ -143,11 +152,18 @@ class EngineState(Struct, kw_only=True):
         self.num_running = self.num_waiting = 0
         self.kv_cache_usage = self.reported_at = 0.0
 
+    def remove(self) -> None:
+        """Keep what it counted, and nothing of what it was."""
+        self.is_gone()
+        self.is_removed, self.health, self.num_in_flight, self.death = True, Health.READY, 0, None
+
     def add(self, other: EngineState) -> None:
         """Add what another server process knows of the same engine."""
         self.health = max(self.health, other.health, key=SEVERITY.__getitem__)
+        self.is_removed &= other.is_removed
         if other.num_deaths > self.num_deaths:
             self.num_deaths, self.death = other.num_deaths, other.death
+        self.num_restarts = max(self.num_restarts, other.num_restarts)
         if other.reported_at > self.reported_at:  # a report goes to one of them
             self.num_running, self.num_waiting = other.num_running, other.num_waiting
             self.kv_cache_usage, self.reported_at = other.kv_cache_usage, other.reported_at
@@ -179,6 +195,8 @@ class EngineState(Struct, kw_only=True):
 
 SUMMED: Final = (
     "num_in_flight",
+    "num_moved",
+    "num_lost",
     "num_prompt_tokens",
     "num_generation_tokens",
     "prefix_cache_queries",
@@ -194,7 +212,8 @@ class ServerState(Struct):
         model_name: under which the model is served.
         max_model_len: most tokens of prompt and output together.
         started: monotonic seconds.
-        engines: by index.
+        engines: by index, with those that were taken out.
+        is_scaling: the number of engines is being changed.
         num_in_flight: completions that the server is busy with, wherever they are.
         responses: HTTP responses by (endpoint, method, status).
         disconnects: requests whose client went away, by endpoint.
@@ -205,6 +224,7 @@ class ServerState(Struct):
     max_model_len: int | None
     started: float
     engines: dict[int, EngineState] = {}
+    is_scaling: bool = False
     num_in_flight: int = 0
     responses: dict[tuple[str, str, int], int] = {}
     disconnects: dict[str, int] = {}
@@ -259,6 +279,11 @@ class ServerState(Struct):
             self.engines[index] = EngineState.new(index, self.max_model_len or 1, self.started)
             self.engines = dict(sorted(self.engines.items()))
         return self.engines[index]
+
+    @property
+    def present(self) -> list[EngineState]:
+        """The engines that there are now."""
+        return [engine for engine in self.engines.values() if not engine.is_removed]
 
     def add(self, other: ServerState) -> None:
         """Add another server process's, which is used up."""
