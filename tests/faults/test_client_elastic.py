@@ -132,7 +132,8 @@ async def test_growing_and_shrinking_under_load_fails_no_request() -> None:
             assert load.ranks == {0, 1}
         assert load.errors == []
     assert changes[:4] == [(2, "starting"), (3, "starting"), (2, "ready"), (3, "ready")]
-    assert changes[4:] == [(1, "leaving"), (2, "leaving"), (3, "leaving"), (1, "starting"), (1, "ready")]
+    assert changes[4:7] == [(1, "leaving"), (2, "leaving"), (3, "leaving")]
+    assert changes[7:] == [(1, "removed"), (2, "removed"), (3, "removed"), (1, "starting"), (1, "ready")]
 
 
 @pytest.mark.parametrize("failover", ["none", "exact"])

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "run": "complete a prompt; stream the text",
     "chat": "talk with a model",
     "serve": "serve a model over HTTP to OpenAI clients",
+    "top": "watch the engines of a server in a terminal",
     "pull": "fetch a model",
     "models": "list the models that have a name",
     "wire": "record and show what frontends and engines say to each other",

@@ -1,13 +1,26 @@
-"""What goes to stderr: messages, a status line, the progress of a download."""
+"""What goes to stderr: messages, a status line, the progress of a download; and a screen to draw on."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
 
 WIPE_LINE = "\r\x1b[K"
+
+ENTER_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
+"""The alternate screen, without a cursor: what was there before comes back with it."""
+
+FALLBACK_SIZE: Final = (80, 24)
+
+LEAVE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
 
 
 def say(text: str) -> None:
@@ -78,3 +91,71 @@ def fetch(model: str, *, check: bool = False) -> Path:
             say(f"{model}: {what}, {total / 1e6:.0f} MB")
 
     return find(model, progress=tell)
+
+
+class Screen:
+    """The terminal, while something is drawn on it over and over. Afterwards it is as it was, however that comes about.
+
+    Keys arrive at once and are not shown. Ctrl-Z gives the terminal back until the program goes on.
+    """
+
+    def __enter__(self) -> Self:
+        import termios
+
+        self._keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._modes: list[Any] = [] if self._keys is None else termios.tcgetattr(self._keys)
+        self._on_suspend = signal.signal(signal.SIGTSTP, self._suspend)
+        self._enter()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGTSTP, self._on_suspend)
+        self._leave()
+
+    def size(self) -> tuple[int, int]:
+        """Return how many columns and lines there are now."""
+        with contextlib.suppress(OSError):
+            columns, lines = os.get_terminal_size(sys.stdout.fileno())  # not $COLUMNS, which does not follow
+            if columns and lines:
+                return columns, lines
+        return FALLBACK_SIZE
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Show these lines and nothing else. Each is to be narrower than the screen."""
+        _write("\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+
+    def key(self, timeout_s: float) -> str:
+        """Return what is typed within so many seconds, else nothing."""
+        if self._keys is None:
+            time.sleep(timeout_s)
+            return ""
+        ready, _, _ = select.select([self._keys], [], [], timeout_s)
+        if not ready:
+            return ""
+        return os.read(self._keys, 1).decode(errors="replace") or "q"  # the terminal has been closed
+
+    def _enter(self) -> None:
+        import tty
+
+        if self._keys is not None:
+            tty.setcbreak(self._keys)
+        _write(ENTER_SCREEN)
+
+    def _leave(self) -> None:
+        import termios
+
+        _write(LEAVE_SCREEN)
+        if self._keys is not None:
+            termios.tcsetattr(self._keys, termios.TCSADRAIN, self._modes)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        self._leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._enter()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

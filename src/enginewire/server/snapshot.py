@@ -61,8 +61,8 @@ class StateSnapshot:
         num_disconnects: requests whose client went away.
         engines: those that there are now, by index.
         is_scaling: the number of engines is being changed.
-        num_generation_tokens, num_deaths, num_restarts, num_moved, num_lost: since the start; what engines that were
-            taken out had counts, too.
+        generation_tokens_per_s, generation_history: of all engines; what those did that were taken out counts, too.
+        num_generation_tokens, num_deaths, num_restarts, num_moved, num_lost: the same, since the start.
     """
 
     model: str
@@ -74,6 +74,8 @@ class StateSnapshot:
     num_disconnects: int
     engines: Sequence[EngineSnapshot]
     is_scaling: bool = False
+    generation_tokens_per_s: float = 0.0
+    generation_history: list[int] = field(default_factory=list, repr=False)
     num_generation_tokens: int = 0
     num_deaths: int = 0
     num_restarts: int = 0
@@ -94,6 +96,10 @@ def snapshot(state: ServerState, now: float) -> StateSnapshot:
         num_disconnects=sum(state.disconnects.values()),
         engines=[_engine_snapshot(engine, now) for engine in state.present],
         is_scaling=state.is_scaling,
+        generation_tokens_per_s=round(sum(engine.generation_rate.per_second(now) for engine in engines), 1),
+        generation_history=[
+            sum(counts) for counts in zip(*(engine.generation_rate.history(now) for engine in engines), strict=True)
+        ],
         num_generation_tokens=sum(engine.num_generation_tokens for engine in engines),
         num_deaths=sum(engine.num_deaths for engine in engines),
         num_restarts=sum(engine.num_restarts for engine in engines),
