@@ -208,6 +208,26 @@ REFUSED = {
     "--engine vllm": "--engine-python PATH",
     "--engine vllm --engine-python /nowhere/python": "'/nowhere/python'",
     "--engine-python python3": "is for --engine vllm",
+    "--headless --restart-engine 1": "have a supervisor start the command again",
+    "--headless --failover resume --drain-timeout 5": "--drain-timeout, --failover is for the server",
+    "--restart-engine -1": "restart_engine must be an integer of at least 0, got -1",
+    "--failover-timeout -1": "failover_timeout_s must be",
+    "--drain-timeout nan": "drain_timeout_s must be",
+    "--failover resume --set data_parallel_lock_step=true -dp 2": "lock-step",
+    "--port 70000": "port must be 0 to 65535, got 70000",
+    "--host=": "host must not be empty",
+    "--max-queue -1": "max_queue must be at least 0, got -1",
+    "--max-body-bytes 0": "max_body_bytes must be at least 1, got 0",
+    "--shutdown-timeout nan": "shutdown_timeout_s must be at least 0, got nan",
+    "--stall-timeout -1": "stall_timeout_s must be at least 0, got -1",
+    "--max-num-seqs 0": "max_num_seqs must be",
+    "--max-model-len 0": "max_model_len must be",
+    "--wire-version 9": "9",
+    "--served-model-name=": "a served model needs a name",
+    "--api-key=": "API key must be",
+    "--admin --host 0.0.0.0": "needs --api-key",
+    "--set nonsense=1": "nonsense",
+    "--engine nonsense": "unknown executor 'nonsense'",
 }
 
 
@@ -215,15 +235,30 @@ REFUSED = {
 def test_flags_that_contradict_each_other_are_refused_with_the_reason(
     words: str, capsys: pytest.CaptureFixture[str], own_signals: None
 ) -> None:
-    """Protocol K.1."""
-    assert main(["serve", "echo", "--port", "0", *words.split()]) == 1
+    """Protocol K.1. The status is that of wrong usage, as with flags that argparse refuses."""
+    assert main(["serve", "echo", "--port", "0", *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert REFUSED[words] in line
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--load-balancer luck", "luck"),
+        ("--executor-option speed=1", "has no option speed"),
+        ("--executor-option load_time_s=-1", "load_time_s"),
+    ],
+)
+def test_what_is_found_wrong_later_is_wrong_usage_too(words: str, reason: str) -> None:
+    """By the client, or by the engine, which has written a log."""
+    result = run("serve", "echo", "--port", "0", *words.split())
+    assert result.returncode == 2
+    assert reason in result.stderr.splitlines()[-1]
+
+
 def test_several_server_processes_do_not_restart_engines_and_say_so() -> None:
-    result = run("serve", "echo", "--port", "0", "-dp", "2", "--api-server-count", "2", "--set", "restart_engine=1")
-    assert result.returncode == 1
+    result = run("serve", "echo", "--port", "0", "-dp", "2", "--api-server-count", "2", "--restart-engine", "1")
+    assert result.returncode == 2
     assert "restart_engine needs a single server process" in result.stderr
 
 

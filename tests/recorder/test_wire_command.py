@@ -161,26 +161,27 @@ def test_filters_select_by_type_request_and_engine() -> None:
 
 def test_an_unknown_type_is_refused_with_those_that_there_are() -> None:
     result = show(LIVE, "--type", "ads")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no message is of type ADS; types: hello, init" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reason", "status"),
     [
-        (["show"], "show needs the FILE"),
-        (["show", "/nowhere"], "cannot read /nowhere: No such file"),
-        (["show", __file__], "is no file of recorded messages"),
-        (["record", "x.json"], "a file that is given with -o"),
-        (["record", "--listen", "tcp://*:5"], "--listen must be the tcp address that engines connect to"),
-        (["record", "--listen", "ipc:///x"], "--listen must be the tcp address that engines connect to"),
-        (["record", "--frontend", "nonsense", "--listen", f"tcp://127.0.0.1:{free_tcp_port()}"], "nonsense"),
-        (["record", "-o", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["show"], "show needs the FILE", 2),
+        (["show", "/nowhere"], "cannot read /nowhere: No such file", 1),
+        (["show", __file__], "is no file of recorded messages", 1),
+        (["record", "x.json"], "a file that is given with -o", 2),
+        (["record", "--listen", "tcp://*:5"], "--listen must be the tcp address that engines connect to", 2),
+        (["record", "--listen", "ipc:///x"], "--listen must be the tcp address that engines connect to", 2),
+        (["record", "--frontend", "nonsense", "--listen", f"tcp://127.0.0.1:{free_tcp_port()}"], "nonsense", 2),
+        (["record", "-o", "/nowhere/x.json"], "cannot write /nowhere/x.json", 1),
     ],
 )
-def test_wrong_usage_is_one_line(words: list[str], reason: str) -> None:
+def test_what_is_refused_is_one_line(words: list[str], reason: str, status: int) -> None:
+    """2: the command line is wrong; 1: a file is."""
     result = subprocess.run([*WIRE, *words], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert result.returncode == 1
+    assert result.returncode == status
     (line,) = result.stderr.splitlines()
     assert line.startswith("enginewire: error: ")
     assert reason in line

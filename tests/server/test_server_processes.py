@@ -277,7 +277,7 @@ def test_an_engine_that_cannot_start_ends_it_all_with_the_cause() -> None:
     command = [sys.executable, "-m", "enginewire", "serve", "echo", "--port", "0", *TWO]
     command += ["--executor-option", "load_time_s=-1"]
     failed = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert "could not start" in failed.stderr
     assert "load_time_s" in failed.stderr
 

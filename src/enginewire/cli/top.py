@@ -48,7 +48,7 @@ MAX_WIDTH: Final = 140
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "url", metavar="URL", nargs="?", type=_url, default=DEFAULT_URL, help="of the server (default: %(default)s)"
+        "url", metavar="URL", nargs="?", type=_url, default=DEFAULT_URL, help=f"of the server (default: {DEFAULT_URL})"
     )
     parser.add_argument("--api-key", metavar="KEY", help="if the server wants one; also $ENGINEWIRE_API_KEY")
     parser.add_argument(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from enginewire.cli.terminal import say
-from enginewire.errors import AddressError, ConfigError
+from enginewire.errors import AddressError, ConfigError, EngineClientError
 
 if TYPE_CHECKING:
     from enginewire.recorder.entry import Entry
@@ -123,7 +123,7 @@ def show(path: Path, view: View) -> None:
     """Print a file's messages.
 
     Raises:
-        ConfigError: there is no such file.
+        EngineClientError: there is no such file.
         DecodeError: it is no such file.
     """
     from enginewire.recorder.entry import read_file
@@ -131,7 +131,7 @@ def show(path: Path, view: View) -> None:
     try:
         entries, problem = read_file(path)
     except OSError as exc:
-        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+        raise EngineClientError(f"cannot read {path}: {exc.strerror}") from exc
     for entry in entries:
         view(entry)
     if problem:
@@ -143,7 +143,8 @@ def record(args: argparse.Namespace, view: View) -> None:
 
     Raises:
         AddressError: somebody else listens there.
-        ConfigError: an address cannot be used, or the file cannot be made.
+        ConfigError: an address is none.
+        EngineClientError: the file cannot be made.
     """
     from enginewire.recorder.journal import Journal
     from enginewire.recorder.pair import Taps
@@ -156,7 +157,7 @@ def record(args: argparse.Namespace, view: View) -> None:
         try:
             journal = stack.enter_context(Journal(Path(args.output))) if args.output else None
         except OSError as exc:
-            raise ConfigError(f"cannot write {args.output}: {exc.strerror}") from exc
+            raise EngineClientError(f"cannot write {args.output}: {exc.strerror}") from exc
         recording = stack.enter_context(Recording(journal, view))
         taps = Taps(recording.message, lambda text: recording.notice(relay.now, text))
         try:

@@ -83,12 +83,12 @@ class MPClient(EngineCoreClient):
         self.client_count = client_count
         self.client_index = client_index
         self._pid = os.getpid()
+        self._balancer = make_balancer(self.config.load_balancer, client_count=client_count, client_index=client_index)
         self.resources = BackgroundResources(self.config.shutdown_timeout_s, self.config.terminate_timeout_s)
         self._finalizer = weakref.finalize(self, self.resources)
         self.engines = Engines(self.config.engine_return_timeout_s)
         self.inbox = Inbox(self.config, self.engines)
         self.outbox = Outbox(self.config, client_index)
-        self._balancer = make_balancer(self.config.load_balancer, client_count=client_count, client_index=client_index)
         if self.config.failover != "none":
             self.inbox.failover = Failover(
                 self.config.failover,
