@@ -124,7 +124,7 @@ class Screen:
 
     def draw(self, lines: Sequence[str]) -> None:
         """Show these lines and nothing else. Each is to be narrower than the screen."""
-        _write("\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+        _write("\x1b[H" + "\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
 
     def key(self, timeout_s: float) -> str:
         """Return what is typed within so many seconds, else nothing."""

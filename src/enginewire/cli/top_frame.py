@@ -36,9 +36,12 @@ FEWEST: Final = 10
 """Tokens per second that fill a curve's height if there are never more: a trickle is to look like one."""
 
 KV_CELLS: Final = 10
-CURVE_CELLS: Final = 20
 WIDE: Final = 100
-"""Columns from which there is room for each engine's curve."""
+"""Columns from which there is room for a picture of the KV cache and a cause of death."""
+
+CURVE_CELLS: Final = 20
+FEWEST_CURVE_CELLS: Final = 8
+"""What an engine's curve takes of the columns from ``WIDE`` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,34 +113,37 @@ class Frame:
         return line[:-1]
 
     def _table(self, width: int, most: int) -> Iterator[Line]:
-        is_wide = width >= WIDE
-        head = f"{'ENGINE':>6}  {'STATE':<8}  {'RUNNING':>7}  {'WAITING':>7}  {'KV CACHE':<{KV_CELLS + 6}}"
-        head += f"  {'TOKENS/S':>9}" + (f"  {'LAST SECONDS':<{CURVE_CELLS}}" if is_wide else "")
+        has_bar = width >= WIDE
+        cells = min(width - WIDE - FEWEST_CURVE_CELLS, CURVE_CELLS)
+        cells = cells if cells >= FEWEST_CURVE_CELLS else 0
+        head = f"{'ENGINE':>6}  {'STATE':<8}  {'RUNNING':>7}  {'WAITING':>7}  "
+        head += f"{'KV CACHE':<{KV_CELLS + 6}}" if has_bar else f"{'KV':>5}"
+        head += f"  {'TOKENS/S':>9}" + (f"  {'LAST SECONDS':<{cells}.{cells}}" if cells else "")
         yield [(HEAD, f"{head}  {'RESTARTS':>8}  LAST DEATH".ljust(width - 1))]
         engines, left_out = _fitting(self.state.engines, most)
         for engine in engines:
-            yield _row(engine, is_wide=is_wide)
+            yield _row(engine, has_bar=has_bar, curve_cells=cells)
         if left_out:
             yield [(DIM, f"{'…':>6}  and {left_out} more")]
 
 
-def _row(engine: EngineSnapshot, *, is_wide: bool) -> Line:
-    is_ready = engine.health is Health.READY
+def _row(engine: EngineSnapshot, *, has_bar: bool, curve_cells: int) -> Line:
     usage = engine.kv_cache_usage
-    filled = round(usage * KV_CELLS)
     line: Line = [
         (BOLD, f"{engine.index:>6}"),
         (HEALTH_STYLES[engine.health], f"  {engine.health:<8}"),
         (PLAIN, f"  {engine.num_running:>7,}  {engine.num_waiting:>7,}  "),
-        ("31" if usage > 0.95 else "33" if usage > 0.8 else "36", "█" * filled),
-        (DIM, "░" * (KV_CELLS - filled)),
-        (PLAIN, f" {usage:>5.0%}  {engine.generation_tokens_per_s:>9,.1f}"),
     ]
-    if is_wide:
-        line.append(("36", f"  {curve(engine.generation_history, CURVE_CELLS):<{CURVE_CELLS}}"))
+    if has_bar:
+        filled = round(usage * KV_CELLS)
+        style = "31" if usage > 0.95 else "33" if usage > 0.8 else "36"
+        line += [(style, "█" * filled), (DIM, "░" * (KV_CELLS - filled)), (PLAIN, " ")]
+    line.append((PLAIN, f"{usage:>5.0%}  {engine.generation_tokens_per_s:>9,.1f}"))
+    if curve_cells:
+        line.append(("36", f"  {curve(engine.generation_history, curve_cells):<{curve_cells}}"))
     line.append((PLAIN, f"  {engine.num_restarts:>8,}  "))
     if engine.death is not None:
-        line.append((DIM if is_ready else "31", _clean(engine.death)))
+        line.append((DIM if engine.health is Health.READY else "31", _clean(engine.death)))
     return line
 
 
