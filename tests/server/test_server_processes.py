@@ -324,3 +324,63 @@ def test_an_engine_death_ends_all_when_told_to() -> None:
         served.engines()[0].kill()
         assert served.process.wait(20) == 1
         assert "SIGKILL" in served.log
+
+
+def test_a_server_process_that_is_told_to_stop_ends_in_order_and_is_replaced() -> None:
+    """Its status is 0, which the launcher's log shows; what it had is finished."""
+    with serve("echo", *TWO, *SLOW) as served, clients_of_each(served) as ((first,), _):
+        victim = served.server_pid(0)
+        with streaming([first], max_tokens=50) as (lines,):
+            os.kill(victim, signal.SIGTERM)
+            assert events(lines)[-1] == "[DONE]"
+        wait_until(lambda: "server process 0 exited with status 0" in served.log, "it ends")
+        wait_until(lambda: served.server_pid(0) != victim, "it is replaced")
+        assert {response.status_code for response in asyncio.run(burst(served, 20, max_tokens=5))} == {200}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_process_that_ends_before_it_serves_is_replaced(number: signal.Signals) -> None:
+    """Also when the engines have told it already what they are, which they do once."""
+    port = free_tcp_port()
+    command = [sys.executable, "-m", "enginewire", "serve", "echo", "--port", str(port), *TWO]
+    command += ["--executor-option", "load_time_s=4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            wait_until(lambda: len(server_processes(process.pid)) == 2, "both run", timeout_s=START_S)
+            victim = server_processes(process.pid)[0]
+            wait_until(lambda: handles(victim, number), "it would drain", timeout_s=START_S)
+            victim.send_signal(number)
+            assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+            wait_until(
+                lambda: len(server_processes(process.pid)) == 2, "another has taken its place", timeout_s=START_S
+            )
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            for _ in range(10):
+                assert httpx.post(url, json={"prompt": "a", "max_tokens": 2}, timeout=30).status_code == 200
+        finally:
+            process.terminate()
+            log = process.stderr.read()
+        assert process.wait(20) == 0
+    how = "killed by signal 9 (SIGKILL)" if number is signal.SIGKILL else "exited with status 0"
+    assert f"server process 0 {how}" in log
+
+
+def server_processes(launcher: int) -> list[psutil.Process]:
+    """Return a launcher's server processes, in the order of their start."""
+    found = []
+    for child in psutil.Process(launcher).children():
+        with contextlib.suppress(psutil.Error):
+            if "enginewire.server.process" in child.cmdline():
+                found.append(child)
+    return sorted(found, key=lambda child: child.create_time())
+
+
+def handles(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, so that it would end in order."""
+    if number is signal.SIGKILL:
+        return True
+    with open(f"/proc/{process.pid}/status") as lines:
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -118,7 +118,7 @@ class Frame:
         cells = cells if cells >= FEWEST_CURVE_CELLS else 0
         head = f"{'ENGINE':>6}  {'STATE':<8}  {'RUNNING':>7}  {'WAITING':>7}  "
         head += f"{'KV CACHE':<{KV_CELLS + 6}}" if has_bar else f"{'KV':>5}"
-        head += f"  {'TOKENS/S':>9}" + (f"  {'LAST SECONDS':<{cells}.{cells}}" if cells else "")
+        head += f"  {'TOKENS/S':>9}" + (f"  {'HISTORY':<{cells}}" if cells else "")
         yield [(HEAD, f"{head}  {'RESTARTS':>8}  LAST DEATH".ljust(width - 1))]
         engines, left_out = _fitting(self.state.engines, most)
         for engine in engines:

@@ -116,6 +116,8 @@ class Launcher:
             config, settings.api_server_count, self._engine_died, answers=self._does_engine_answer
         )
         self._processes: dict[int, ServerProcess] = {}
+        self._awaiting: set[int] = set()
+        """Processes that ended before there was one that serves."""
         self._short_lives: Counter[int] = Counter()
         self._tally = Tally()
         self._ready: dict[int, bytes] = {}
@@ -136,7 +138,8 @@ class Launcher:
         for index in range(self._settings.api_server_count):
             self._start_process(index)  # they import their modules while the engines load theirs
         self._engines.start()
-        while not all(process.is_serving for process in self._processes.values()):
+        # One that has ended has a successor only when another one serves, which may be later than that all do.
+        while not (self._processes and all(process.is_serving for process in self._processes.values())):
             self._engines.check_start()
             if self._failure.done():
                 raise self._failure.result()
@@ -207,6 +210,8 @@ class Launcher:
             case Serving():
                 process.is_serving = True
                 self._ready |= message.ready
+                while self._awaiting:
+                    self._start_process(self._awaiting.pop())
                 logger.info("server process %d serves pid=%d", process.index, process.popen.pid)
             case Failed():
                 if process.is_serving or not self._is_up:
@@ -237,18 +242,21 @@ class Launcher:
         if self._is_leaving or self._failure.done():
             return
         logger.error("server process %d %s", index, how)
-        if not self._is_up:
-            self._fail(EngineStartupError(f"server process {index} {how} before it served", stage="launch"))
-            return
         is_short = time.monotonic() - process.started < SHORT_LIFE_S
         self._short_lives[index] = self._short_lives[index] + 1 if is_short else 0
-        if self._short_lives[index] < MAX_SHORT_LIVES:
+        if self._short_lives[index] >= MAX_SHORT_LIVES:
+            logger.error("server process %d has ended too soon too often; the others go on without it", index)
+            del self._processes[index]
+            if not self._processes:
+                self._fail(EngineClientError("no server process is left"))
+        elif self._ready:
             self._start_process(index)
-            return
-        logger.error("server process %d has ended too soon too often; the others go on without it", index)
-        del self._processes[index]
-        if not self._processes:
-            self._fail(EngineClientError("no server process is left"))
+        else:
+            # Engines say once what they are, and this one may have been told: its successor hears it from another one.
+            del self._processes[index]
+            self._awaiting.add(index)
+            if not self._processes:
+                self._fail(EngineStartupError(f"server process {index} {how} before any served", stage="launch"))
 
     # What is done for them.
 

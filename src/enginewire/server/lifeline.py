@@ -132,7 +132,7 @@ class Line(Generic[T]):
         channel: nobody else reads or writes it from now on.
         decoder: of what the other side says.
         on_message: called in a thread of its own.
-        on_end: called there when the other side is gone.
+        on_end: called there when the other side is gone; not after :meth:`close`.
     """
 
     def __init__(
@@ -146,6 +146,7 @@ class Line(Generic[T]):
         self._decoder = decoder
         self._on_message = on_message
         self._on_end = on_end
+        self._is_closed = False
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="enginewire-lifeline-out")
         self._reader = threading.Thread(target=self._read, name="enginewire-lifeline", daemon=True)
         self._reader.start()
@@ -159,6 +160,7 @@ class Line(Generic[T]):
     def close(self) -> None:
         """Send what is on its way, then hang up."""
         self._sender.shutdown(wait=True)
+        self._is_closed = True
         self._channel.hang_up()
         self._reader.join()
         self._channel.close()
@@ -170,4 +172,5 @@ class Line(Generic[T]):
     def _read(self) -> None:
         while (payload := self._channel.receive()) is not None:
             self._on_message(self._decoder.decode(payload))
-        self._on_end()
+        if not self._is_closed:
+            self._on_end()
