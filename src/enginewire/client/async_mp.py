@@ -55,7 +55,6 @@ class AsyncMPClient(MPClient):
         self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None, **kwargs: Any
     ) -> None:
         self._receiver: _Receiver | None = None
-        self._moving = threading.RLock()  # loops of two threads may want the receiver at once
         self._arrived: deque[Arrival] = deque()
         self._waiters: set[asyncio.Future[None]] = set()
         self._end: ErrorMaker | None = None
@@ -166,7 +165,7 @@ class AsyncMPClient(MPClient):
         """
         loop = asyncio.get_running_loop()
         if self._receiver is None or self._receiver.loop is not loop:
-            with self._moving:
+            with self.resources.send_lock:  # loops of two threads may want it at once, and a third may be closing
                 self._move_receiver(loop)
         return loop
 

@@ -40,7 +40,7 @@ class BackgroundResources:
         self.input_socket: zmq.Socket[bytes] | None = None
         self.output_socket: zmq.Socket[bytes] | None = None
         self.handshake_socket: zmq.Socket[bytes] | None = None
-        # Guards the input socket: a ROUTER may be used by one thread at a time.
+        # Guards input sockets, as a ROUTER may be used by one thread at a time, and which receiver there is.
         self.send_lock = threading.RLock()
         self.endpoints: Endpoints | None = None
         self.engine_manager: EngineManager | None = None
@@ -84,7 +84,9 @@ class BackgroundResources:
             if self.coordinator is not None:
                 self.coordinator.shutdown()
             self.closed = True
-            has_stopped = self.stop_receiver is None or self.stop_receiver()
+            with self.send_lock:  # a receiver that is just being made is either seen here or sees that we are closing
+                stop_receiver = self.stop_receiver
+            has_stopped = stop_receiver is None or stop_receiver()
             if self.on_closed is not None:
                 self.on_closed(closed_error)
             if has_stopped:
