@@ -92,7 +92,7 @@ class Link:
         """For what each sends. Here, not with the engine: its next incarnation may speak another layout."""
         self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]
         self._input_lost_at: float | None = None
-        self.events = [watch.events for watch in self._watches]
+        self.events = [watch.monitor.readable for watch in self._watches]
         """Readable when a connection has come or gone. To be looked at before an engine that lost its connection has
         another one, 0.1 s later: what it sends on that has a gap before it."""
 
@@ -127,7 +127,7 @@ class Link:
     def close(self) -> None:
         """Close both sockets. Called by the receiver, which holds the send lock."""
         for watch in self._watches:
-            watch.close()
+            watch.monitor.close()
         for socket, address in (
             (self.input_socket, self.input_address),
             (self.output_socket, self.output_address),

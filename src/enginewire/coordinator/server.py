@@ -103,14 +103,14 @@ class CoordinatorServer:
         try:
             self._serve(lifeline.fileno())
         finally:
-            self._subscribers.close()
-            self._reporters.close()
+            self._subscribers.monitor.close()
+            self._reporters.monitor.close()
             self._context.destroy(linger=0)
 
     def _serve(self, lifeline: int) -> None:
         handlers = {self._engines: self._from_engine_subscription, self._reports: self._from_engine}
         poller = zmq.Poller()
-        for readable in (lifeline, self._subscribers.monitor, self._reporters.monitor, *handlers):
+        for readable in (lifeline, self._subscribers.monitor.readable, self._reporters.monitor.readable, *handlers):
             poller.register(readable, zmq.POLLIN)
         while True:
             wait_s = self.coordinator.next_publication(time.monotonic())

@@ -106,7 +106,7 @@ class Handshake:
 
     def _end_watch(self) -> None:
         if self._watch is not None:
-            self._watch.close()
+            self._watch.monitor.close()
             self._watch = None
 
     def _say(self, status: Literal["HELLO", "READY"], parallel_config_hash: str | UnsetType = UNSET) -> None:

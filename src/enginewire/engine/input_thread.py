@@ -139,7 +139,7 @@ class InputThread(threading.Thread):
             self.connected.set()
             self.all_listen.set()
             for watch in watches:
-                watch.close()
+                watch.monitor.close()
             for socket in (self._stopped, *sockets):
                 socket.close()
 
@@ -158,7 +158,7 @@ class InputThread(threading.Thread):
             if self._watch:
                 watch = ConnectionWatch(socket)
                 watches.append(watch)
-                actions[watch.socket] = partial(self._look_at, watch, socket, client_index)
+                actions[watch.monitor.readable] = partial(self._look_at, watch, socket, client_index)
             socket.send(self._ready)
         return actions
 

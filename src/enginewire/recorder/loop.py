@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 
+from enginewire.transport.monitor import Monitor
 from enginewire.transport.sockets import make_context, receive_message, send_message
 
 Socket = zmq.Socket[bytes]
@@ -34,7 +34,7 @@ class Loop:
         self.started = time.monotonic()
         self._poller = zmq.Poller()
         self._handlers: dict[Socket, Callable[[], None]] = {}
-        self._monitors: dict[Socket, Socket] = {}
+        self._monitors: dict[Socket, Monitor] = {}
         self._retries: list[Callable[[], None]] = []
 
     def watch(self, socket: Socket, handler: Callable[[], None]) -> None:
@@ -53,20 +53,19 @@ class Loop:
 
     def watch_connections(self, socket: Socket, handler: Callable[[int, int], None]) -> None:
         """Call ``handler`` with event and descriptor whenever a connection is established or ends."""
-        self._monitors[socket] = monitor = socket.get_monitor_socket(_EVENTS)
+        self._monitors[socket] = monitor = Monitor(socket, _EVENTS)
 
         def drain() -> None:
-            while not monitor.closed and monitor.poll(0):
-                handler(*struct.unpack("=HI", monitor.recv_multipart()[0]))
+            for event, descriptor in monitor.take():
+                handler(event, descriptor)
 
-        self.watch(monitor, drain)
+        self.watch(monitor.readable, drain)
 
     def close(self, socket: Socket, linger_ms: int = LINGER_MS) -> None:
         """Close a socket and its monitor."""
         if (monitor := self._monitors.pop(socket, None)) is not None:
-            self.forget(monitor)
-            socket.disable_monitor()  # before its reader goes, or it blocks ZeroMQ's thread
-            monitor.close(0)
+            self.forget(monitor.readable)
+            monitor.close()
         self.forget(socket)
         socket.close(linger_ms)
 

@@ -20,9 +20,8 @@ from types import TracebackType
 from typing import Final, Self
 
 import msgspec
-import zmq
 
-from enginewire.transport.sockets import bind_pull, make_context
+from enginewire.transport.sockets import bind_publisher, bind_pull, make_context
 from enginewire.wire.codec import OutputsDecoder
 from enginewire.wire.frames import ALL_ENGINES_LISTEN, START_DP_WAVE, SUBSCRIBE_ALL
 from enginewire.wire.messages import EngineCoreOutputs
@@ -45,19 +44,13 @@ class MockCoordinator:
         self._context = make_context()
         self._decoder = OutputsDecoder()
         self.input_address = f"ipc://{self.folder}/publisher"
-        self._publisher = self._bind_publisher()
+        self._publisher, _ = bind_publisher(self._context, self.input_address, MAX_FRAME_BYTES)
         self._reports, self.output_address = bind_pull(self._context, f"ipc://{self.folder}/reports", MAX_FRAME_BYTES)
-
-    def _bind_publisher(self) -> zmq.Socket[bytes]:
-        publisher = self._context.socket(zmq.XPUB)
-        publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
-        publisher.bind(self.input_address)
-        return publisher
 
     def restart(self) -> None:
         """Forget who listens, as a coordinator does that was started again."""
         self._publisher.close(0)
-        self._publisher = self._bind_publisher()
+        self._publisher, _ = bind_publisher(self._context, self.input_address, MAX_FRAME_BYTES)
 
     def __enter__(self) -> Self:
         return self

@@ -5,10 +5,11 @@ A process of ours that ends is seen by its manager; an engine that somebody else
 
 from __future__ import annotations
 
-import struct
 from typing import Final
 
 import zmq
+
+from enginewire.transport.monitor import Monitor
 
 EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
@@ -19,17 +20,14 @@ class PeerWatch:
     Connections are told apart by their descriptor. Those that exist when :meth:`settle` is called are the peer's, or
     the first one after that, as a PUSH may still be connecting then; strangers that come and go later do not count.
 
-    Used by one thread at a time, and read often: a monitor that nobody drains stops ZeroMQ's I/O thread.
-
     Attributes:
-        events: readable when something has happened.
+        monitor: tells who came and went.
         num_closed: how many connections, anybody's, have ended so far.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+        self.monitor = Monitor(socket, EVENTS)
         self.num_closed = 0
-        self.events = socket.get_monitor_socket(EVENTS)
         self._open: set[int] = set()
         self._peer: set[int] = set()
         self._is_settled = False
@@ -47,18 +45,8 @@ class PeerWatch:
         self._drain()
         return self._is_lost
 
-    def close(self) -> None:
-        """Stop watching, before the socket is closed. Otherwise it ends with the socket, and with its context."""
-        self._socket.disable_monitor()  # first: events that nobody reads would stop ZeroMQ's I/O thread
-        self.events.close(linger=0)
-
     def _drain(self) -> None:
-        while True:
-            try:
-                frames = self.events.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event, descriptor = struct.unpack("=HI", frames[0])
+        for event, descriptor in self.monitor.take():
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(descriptor)
                 if self._is_settled and not self._peer:
@@ -72,27 +60,13 @@ class PeerWatch:
 class ConnectionWatch:
     """Watches the connection of a socket that connects: an engine's to its frontend.
 
-    Used by one thread, the socket's own, and read often, as above.
-
     Attributes:
-        socket: readable when something has happened.
+        monitor: tells that it came or went.
     """
 
     def __init__(self, connected: zmq.Socket[bytes]) -> None:
-        self._connected = connected
-        self.socket = connected.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.monitor = Monitor(connected, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     def changes(self) -> list[bool]:
         """Return what has happened since the last call, in order: connected (``True``) or disconnected."""
-        changes: list[bool] = []
-        while True:
-            try:
-                event, _ = struct.unpack("=HI", self.socket.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                return changes
-            changes.append(event != zmq.EVENT_DISCONNECTED)
-
-    def close(self) -> None:
-        """Stop watching; before the socket that is watched is closed."""
-        self._connected.disable_monitor()  # first: events that nobody reads would stop ZeroMQ's I/O thread
-        self.socket.close(0)
+        return [event != zmq.EVENT_DISCONNECTED for event, _ in self.monitor.take()]

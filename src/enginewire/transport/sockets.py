@@ -126,16 +126,22 @@ def inproc_pair(context: zmq.Context[zmq.Socket[bytes]], name: str) -> tuple[zmq
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> zmq.Socket[bytes]:
     try:
-        if endpoint.startswith(LISTENER_SCHEME):
-            descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
-            socket.setsockopt(zmq.USE_FD, descriptor)
-            endpoint = endpoint_of(descriptor)
+        endpoint = _adopt_listener(socket, endpoint)
         _set_common_options(socket, endpoint, max_frame_bytes)
         socket.connect(endpoint)
     except zmq.ZMQError as exc:
         socket.close(linger=0)
         raise OSError(exc.errno, f"cannot connect to {endpoint}: {exc.strerror}") from exc
     return socket
+
+
+def _adopt_listener(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Have a socket use the listener that ``fd://…`` names; return the endpoint at which that listens."""
+    if not endpoint.startswith(LISTENER_SCHEME):
+        return endpoint
+    descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
+    socket.setsockopt(zmq.USE_FD, descriptor)
+    return endpoint_of(descriptor)
 
 
 def _set_common_options(socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int) -> None:
@@ -213,10 +219,7 @@ def _prepare_and_bind(
     socket: zmq.Socket[bytes], endpoint: str, max_frame_bytes: int, heartbeat_s: tuple[float, float]
 ) -> str:
     try:
-        if endpoint.startswith(LISTENER_SCHEME):
-            descriptor = int(endpoint.removeprefix(LISTENER_SCHEME))
-            socket.setsockopt(zmq.USE_FD, descriptor)
-            endpoint = endpoint_of(descriptor)
+        endpoint = _adopt_listener(socket, endpoint)
         _set_common_options(socket, endpoint, max_frame_bytes)
         if endpoint.startswith("tcp://"):
             interval_ms, timeout_ms = (max(1, round(seconds * 1000)) for seconds in heartbeat_s)
