@@ -22,7 +22,7 @@ class Leaving:
         """Return as soon as the engine has ended; what it sent is still on its way."""
         for i in range(COUNT):
             self._engine.send_outputs([output("a", [i], finished=i == COUNT - 1)])
-        self._engine._on_io_thread(lambda: self._engine._close_sockets(1000))
+        self._engine.leave()
 
 
 @pytest.mark.parametrize("kind", MP_FACES)

@@ -71,7 +71,7 @@ def test_what_had_arrived_but_was_not_taken_is_delivered_and_counts(pair: tuple[
     send_to(face, engines, request("r", max_tokens=10), 0)
     for token in (5, 6, 7):
         engines[0].send_outputs([output("r", [token])])
-    engines[0]._on_io_thread(lambda: engines[0]._close_sockets(1000))
+    engines[0].leave()
     wait_until(lambda: face.client.engine_statuses()[0].num_deaths, PATIENCE_S, "the loss")
     assert [it.new_token_ids for it in face.outputs(3)] == [[5], [6], [7]]
     taking = face.start("get_output")

@@ -121,7 +121,7 @@ def test_outputs_that_came_before_the_loss_are_delivered(pair: tuple[Face, MockE
         engine.send_outputs([output("running", [i])])
     engine.send_outputs([output("ended", [9], finished=True)])
     wait_until(lambda: len(mp_client(face).inbox.live) == 2, PATIENCE_S, "both")
-    engine._on_io_thread(lambda: engine._close_sockets(1000))
+    engine.leave()
     outputs = face.outputs(52)
     assert [it.new_token_ids for it in outputs[:50]] == [[i] for i in range(50)]
     ends = {it.request_id: it.finish_reason for it in outputs if it.finish_reason is not None}

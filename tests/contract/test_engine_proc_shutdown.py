@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from enginewire.config import EngineConfig
-from enginewire.testing.mock_frontend import LaunchedEngine, MockFrontend
+from enginewire.testing.launched_engine import LaunchedEngine
+from enginewire.testing.mock_frontend import MockFrontend
 from enginewire.testing.waiting import wait_until
 from enginewire.wire.messages import FinishReason
 

@@ -18,7 +18,7 @@ from client_harness import MP_FACES, PATIENCE_S, Face, make_client, mock_config,
 from enginewire import EngineConfig, EngineUnavailableError, FinishReason
 from enginewire.engine.spec import EngineSpec
 from enginewire.testing import free_tcp_port, wait_until
-from enginewire.testing.mock_frontend import LaunchedEngine
+from enginewire.testing.launched_engine import LaunchedEngine
 
 STARTED_WITHIN_S = 30.0
 TOLD_WITHIN_S = 2.0

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from enginewire.config import EngineConfig
-from enginewire.testing.mock_frontend import LaunchedEngine, MockFrontend
+from enginewire.testing.launched_engine import LaunchedEngine
+from enginewire.testing.mock_frontend import MockFrontend
 from enginewire.testing.waiting import wait_until
 from enginewire.wire.handshake import EngineZmqAddresses
 
@@ -205,7 +206,7 @@ PARENT = """
 import sys
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
-from enginewire.testing.mock_frontend import LaunchedEngine
+from enginewire.testing.launched_engine import LaunchedEngine
 
 address, executor, support, log, folder = sys.argv[1:]
 spec = EngineSpec(

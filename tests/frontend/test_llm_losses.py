@@ -59,7 +59,7 @@ def test_what_was_finished_is_returned_also_if_the_last_engine_dies() -> None:
     def one_answers_and_both_go(engines: list[MockEngine], ids: list[str]) -> None:
         engines[0].send_outputs([output(ids[0], [7], finished=True)])
         for engine in engines:
-            engine._on_io_thread(lambda engine=engine: engine._close_sockets(1000))  # type: ignore[misc]
+            engine.leave()
 
     with mock_faces("sync", settings={"engine_return_timeout_s": 0}) as (face, engines):
         done, lost = generating(face, "return", one_answers_and_both_go, engines).result()

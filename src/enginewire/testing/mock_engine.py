@@ -25,21 +25,18 @@ Start-up is a script, so that a test can break it anywhere::
 
 from __future__ import annotations
 
-import itertools
-import random
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import zmq
 
+from enginewire.testing.socket_thread import Handlers, SocketThread
 from enginewire.wire import v0_32
 from enginewire.wire.codec import MsgpackDecoder, MsgpackEncoder, RequestDecoder
 from enginewire.wire.frames import ABORT, ADD, ENGINE_CORE_DEAD, REQUEST_TYPES, UTILITY, Buffer, engine_identity
@@ -105,26 +102,6 @@ def mock_ready_0_32(**changes: Any) -> v0_32.EngineCoreReadyResponse:
     return v0_32.EngineCoreReadyResponse(**(msgspec.structs.asdict(mock_ready()) | fields | changes))
 
 
-_ports = itertools.count(random.randrange(10_000))
-
-
-def free_tcp_port() -> int:
-    """Return a port of 127.0.0.1 that is free and that nobody else is likely to take before it is used.
-
-    It lies below the range from which the kernel gives out ports of its own (32768 and up on Linux): a port from in
-    there may belong to anybody's connection a moment later.
-    """
-    while True:
-        port = 20_000 + next(_ports) % 10_000
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-
-
 class MockEngine:
     """A fake engine, driven by the test. A context manager; entering starts it and does not wait.
 
@@ -179,27 +156,23 @@ class MockEngine:
         self._request_decoder = RequestDecoder(profile.request)
         self._utility_decoder = MsgpackDecoder(UtilityCall)
 
-        # The sockets are used by the I/O thread alone; other threads hand it functions.
         self._context = zmq.Context()
         self._handshake: zmq.Socket[bytes] | None = None
         self._inputs: list[zmq.Socket[bytes]] = []
         self._outputs: list[zmq.Socket[bytes]] = []
-        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
 
-        # Guards what follows: what the threads tell the test, and whether there still is an I/O thread.
+        # Guards what follows: what the threads tell the test.
         self._news = threading.Condition()
         self._unclaimed: list[Received] = []
         self._failure: BaseException | None = None
         self._started = False
         self._closing = False
         name = f"mock-engine-{engine_index}"
-        self._io_thread = threading.Thread(target=self._io_loop, name=f"{name}-io", daemon=True)
+        self._io = SocketThread(f"{name}-io", self._handlers, self._fail, lambda: self._close_sockets(0))
         self._startup_thread = threading.Thread(target=self._run_startup, name=f"{name}-startup", daemon=True)
 
     def __enter__(self) -> MockEngine:
-        self._io_thread.start()
+        self._io.start()
         self._startup_thread.start()
         return self
 
@@ -216,12 +189,9 @@ class MockEngine:
             self._news.notify_all()
         if already:
             return
-        self._wake_writer.send(b"x")
+        self._io.close()
         self._startup_thread.join()
-        self._io_thread.join()
         self._context.term()
-        self._wake_reader.close()
-        self._wake_writer.close()
 
     # Start-up, step by step.
 
@@ -354,11 +324,15 @@ class MockEngine:
         """Close every socket without a word: an engine that was killed."""
         self._on_io_thread(lambda: self._close_sockets(0))
 
+    def leave(self) -> None:
+        """Close every socket once what was sent has left: an engine that ends in order."""
+        self._on_io_thread(lambda: self._close_sockets(LAST_WORD_LINGER_MS))
+
     # Between the threads.
 
     def _wait(self, probe: Callable[[], T | None], timeout_s: float, what: str) -> T:
         """Wait until ``probe``, called with the lock held, gives something else than ``None``."""
-        assert threading.current_thread() is not self._io_thread, "expect_ methods would block the engine's own thread"
+        assert not self._io.is_current, "expect_ methods would block the engine's own thread"
         deadline = time.monotonic() + timeout_s
         with self._news:
             while True:
@@ -375,15 +349,7 @@ class MockEngine:
 
     def _on_io_thread(self, function: Callable[[], T]) -> T:
         """Run ``function`` where the sockets live, and return its result."""
-        if threading.current_thread() is self._io_thread:
-            return function()
-        future: Future[T] = Future()
-        with self._news:
-            if self._closing:
-                raise RuntimeError(f"mock engine {self.engine_index} is closed")
-            self._commands.append((function, future))
-        self._wake_writer.send(b"x")
-        return future.result()
+        return self._io.run(function)
 
     def _fail(self, exc: BaseException) -> None:
         with self._news:
@@ -402,38 +368,13 @@ class MockEngine:
 
     # The I/O thread.
 
-    def _io_loop(self) -> None:
-        try:
-            while not self._closing:
-                self._poll_once()
-        finally:
-            self._close_sockets(0)
-            while self._commands:  # appended before _closing was set
-                self._commands.popleft()[1].set_exception(RuntimeError(f"mock engine {self.engine_index} is closed"))
-
-    def _poll_once(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_reader, zmq.POLLIN)
-        for socket_ in [self._handshake, *self._inputs]:
-            if socket_ is not None:
-                poller.register(socket_, zmq.POLLIN)
-        ready = dict(poller.poll())
-        if self._wake_reader.fileno() in ready:
-            self._wake_reader.recv(4096)
-        while self._commands:
-            function, future = self._commands.popleft()
-            try:
-                future.set_result(function())
-            except Exception as exc:  # noqa: BLE001 - the caller gets it
-                future.set_exception(exc)
-        try:
-            if self._handshake is not None and self._handshake in ready:
-                self._received_init(self._handshake.recv_multipart())
-            for client_index, input_ in enumerate(self._inputs):
-                if input_ in ready:
-                    self._received_message(input_.recv_multipart(), client_index)
-        except Exception as exc:  # noqa: BLE001 - the test gets it
-            self._fail(exc)
+    def _handlers(self) -> Handlers:
+        handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {
+            input_: partial(self._received_message, client_index) for client_index, input_ in enumerate(self._inputs)
+        }
+        if self._handshake is not None:
+            handlers[self._handshake] = self._received_init
+        return handlers
 
     def _received_init(self, frames: list[bytes]) -> None:
         init = msgspec.msgpack.decode(frames[0], type=EngineHandshakeMetadata)
@@ -441,7 +382,7 @@ class MockEngine:
             self.init = init
             self._news.notify_all()
 
-    def _received_message(self, frames: list[bytes], client_index: int) -> None:
+    def _received_message(self, client_index: int, frames: list[bytes]) -> None:
         kind, payload = frames[0], frames[1:]
         message: Any
         if kind == ADD:

@@ -19,10 +19,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,10 +30,10 @@ import msgspec
 import zmq
 
 from enginewire.config import EngineConfig
-from enginewire.engine.channel import Channel
-from enginewire.engine.spec import DeathNote, EngineSpec, receive_death_note
+from enginewire.engine.spec import EngineSpec
+from enginewire.testing.launched_engine import LaunchedEngine
 from enginewire.testing.mock_coordinator import MockCoordinator
-from enginewire.testing.mock_engine import free_tcp_port
+from enginewire.testing.ports import free_tcp_port
 from enginewire.testing.waiting import wait_until
 from enginewire.transport.sockets import bind_pull, bind_router, make_context
 from enginewire.wire.codec import MsgpackEncoder, OutputsDecoder
@@ -61,54 +57,6 @@ MAX_FRAME_BYTES: Final = 1 << 30
 
 class UtilityFailed(Exception):
     """A utility call failed; the text is the engine's, unchanged."""
-
-
-class LaunchedEngine:
-    """An engine process and our end of its lifeline.
-
-    Attributes:
-        process: the process; its stderr goes to ``log``.
-        log: path of a file with everything it printed.
-    """
-
-    def __init__(self, spec: EngineSpec, log: str) -> None:
-        self.log = log
-        ours, theirs = socket.socketpair()
-        with theirs, open(log, "wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "enginewire.engine.main", "--lifeline-fd", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-            )
-        self.lifeline = Channel(ours)
-        self.lifeline.send(spec.encode())
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self.process.pid
-
-    def wait_exit(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Wait for its end and return its exit status."""
-        return self.process.wait(timeout_s)
-
-    def death_note(self) -> DeathNote | None:
-        """Wait for its note or its end."""
-        return receive_death_note(self.lifeline)
-
-    def read_log(self) -> str:
-        """Return what it has printed so far."""
-        with open(self.log, encoding="utf-8", errors="replace") as log:
-            return log.read()
-
-    def close(self) -> None:
-        """Kill it, and its children, if it still runs."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.lifeline.close()
 
 
 class MockFrontend:
