@@ -20,7 +20,7 @@ ANSWER_S: Final = 60.0
 
 MOST_ENGINES: Final = 5
 
-WHY_NOT_ANSWERED: Final = ("was lost meanwhile", "was taken out meanwhile", "not available")
+WHY_NOT_ANSWERED: Final = ("was lost meanwhile", "was taken out meanwhile", "Server shutting down", "not available")
 
 
 def client_of(llm: AsyncLLM) -> DPLBAsyncMPClient:

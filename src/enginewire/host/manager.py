@@ -205,6 +205,8 @@ class CoreEngineProcManager(Incarnations[EngineProcess]):
         elif (sign := process.overdue_sign()) is not None:
             cause = f"{sign}, and its process has not ended since"
             self._report(process, EngineDeath(process.engine_index, cause, None, tuple(process.log_tail)))
+            if not process.is_vllm:  # that takes its engines along if it ends by itself, which takes seconds
+                self._signal([process], signal.SIGKILL, group=True)  # it was stopped or hangs, and works for nobody
 
 
 def _poll_s(running: Sequence[EngineProcess]) -> float:

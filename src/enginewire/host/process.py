@@ -41,8 +41,8 @@ class EngineProcess(Incarnation):
     def __init__(self, spec: EngineSpec, *, forward_log: bool, on_ready: Callable[[int], None]) -> None:
         super().__init__(spec.engine_index)
         self.forward_log = forward_log
-        self._is_vllm = spec.executor == VLLM
-        self.log_tail: deque[str] = deque(maxlen=VLLM_LOG_TAIL_LINES if self._is_vllm else LOG_TAIL_LINES)
+        self.is_vllm = spec.executor == VLLM
+        self.log_tail: deque[str] = deque(maxlen=VLLM_LOG_TAIL_LINES if self.is_vllm else LOG_TAIL_LINES)
         self.is_leaving = False
         self.is_status_lost = False
         self._on_ready = on_ready
@@ -94,7 +94,7 @@ class EngineProcess(Incarnation):
         self.read_log()
         self.log.close()
         self.lifeline.close()
-        if self._is_vllm:
+        if self.is_vllm:
             status, how = None, vllm_end(self.log_tail)
         elif self.is_status_lost:  # what `wait` returns then is made up
             status, how = None, "ended, and something else in this process took its exit status (waitpid, SIGCHLD)"

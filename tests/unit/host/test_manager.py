@@ -130,17 +130,16 @@ def test_a_rank_that_died_can_be_taken_out() -> None:
         assert manager.first_death() is None
 
 
-def test_a_new_engine_takes_the_place_of_one_that_still_runs() -> None:
-    """As one that is stopped and was given up; its end is none of the new one's."""
+def test_one_that_is_given_up_is_ended_and_a_new_engine_takes_its_place() -> None:
+    """As one that is stopped: continued, it would work for nobody. Its end is none of the new one's."""
     with launched(0) as (manager, deaths):
         former = pid_of(manager)
         os.kill(former, signal.SIGSTOP)
         manager.expect_death("its connection was lost", 0)
         death = deaths.get(timeout=PATIENCE_S)
         assert death.cause == "its connection was lost, and its process has not ended since"
-        assert is_there(former)
-        manager.start(spec())
         wait_until(lambda: not is_there(former), PATIENCE_S, "the end of the former engine")
+        manager.start(spec())
         assert manager.wait_for_death(0, 0) is None
         again = kill(manager, deaths)
         assert "SIGKILL" in again.cause
