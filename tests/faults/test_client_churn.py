@@ -1,4 +1,4 @@
-"""Engines that are killed, stopped or given up in the middle of something else: nothing hangs, errors name the cause."""
+"""Engines that are killed, stopped or given up in the middle of something: nothing hangs, errors name the cause."""
 
 from __future__ import annotations
 
@@ -276,5 +276,5 @@ async def test_shutting_down_in_the_middle_ends_everything(during: Callable[[Asy
                 assert outcome.outputs[0].finish_reason == "abort"
             else:
                 assert isinstance(outcome, ClientClosedError | RequestLostError)
-        with pytest.raises(Exception, match="shut down|lost meanwhile"):
+        with pytest.raises(Exception, match=r"shut down|lost meanwhile"):
             await call
