@@ -65,11 +65,14 @@ Event = tuple[EventKind, Any]
 Events = queue.SimpleQueue[Event]
 
 
-class Send(Protocol):
-    """Hands a message for a client to the output thread; ``method`` is the utility that it answers."""
+class Output(Protocol):
+    """Where messages for clients go: the output thread. Safe in any thread."""
 
-    def __call__(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
-        """Do not wait."""
+    def put(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
+        """Hand over a message, without waiting; ``method`` is the utility that it answers."""
+
+    def catch_up(self) -> None:
+        """Wait for the output thread if it is far behind."""
 
 
 class Phase(Enum):
@@ -88,7 +91,7 @@ class BusyLoop:
     Args:
         core: the engine.
         events: filled by other threads and signal handlers.
-        send: see :class:`Send`.
+        output: takes what there is to tell.
         child: the core's executor, if it runs in a process of its own.
         reports_load: tell the coordinator whenever there is more or less to do.
     """
@@ -97,7 +100,7 @@ class BusyLoop:
         self,
         core: EngineCore,
         events: Events,
-        send: Send,
+        output: Output,
         child: ExecutorProcess | None = None,
         *,
         reports_load: bool = False,
@@ -109,7 +112,8 @@ class BusyLoop:
         """In the child."""
         self._core = core
         self._events = events
-        self._send = send
+        self._output = output
+        self._send = output.put
         self._child = child
         self._reports_load = reports_load
         self._backlog: deque[Event] = deque()
@@ -184,6 +188,7 @@ class BusyLoop:
             self._report_load()
         if self.is_step_in_flight:
             return
+        self._output.catch_up()
         step_input = self._core.schedule()
         if step_input is None:
             self._have_no_step()

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from enginewire.engine.admission import Request
-from enginewire.engine.busy_loop import BusyLoop, Events, Phase, Send
+from enginewire.engine.busy_loop import BusyLoop, Events, Output, Phase
 from enginewire.engine.core import EngineCore
 from enginewire.engine.frontends import COORDINATOR
 from enginewire.engine.ranks import NotAgreed, RankGroup, RankLost
@@ -33,7 +33,7 @@ class LockStepLoop(BusyLoop):
     """Steps when any rank has work.
 
     Args:
-        core, events, send, child, reports_load: as of :class:`BusyLoop`.
+        core, events, output, child, reports_load: as of :class:`BusyLoop`.
         group: the ranks.
         has_coordinator: rank 0 tells it when waves end. Without one (offline) each rank tells its own client.
     """
@@ -42,14 +42,14 @@ class LockStepLoop(BusyLoop):
         self,
         core: EngineCore,
         events: Events,
-        send: Send,
+        output: Output,
         child: ExecutorProcess | None = None,
         *,
         reports_load: bool = False,
         group: RankGroup,
         has_coordinator: bool,
     ) -> None:
-        super().__init__(core, events, send, child, reports_load=reports_load)
+        super().__init__(core, events, output, child, reports_load=reports_load)
         self._group = group
         self._has_coordinator = has_coordinator
         self._waves = Waves(group.rank)

@@ -30,6 +30,16 @@ LINGER_MS: Final = 4000
 FLUSH_TIMEOUT_S: Final = 5.0
 """How long the end of an engine waits for this thread. Longer than the linger; it only has its queue to empty."""
 
+_Item = tuple[int, EngineCoreOutputs, str] | threading.Event | bytes | None
+"""Of the queue: a message and its receiver, somebody who waits until it is reached, the death marker, the end."""
+
+MAX_QUEUED: Final = 8
+"""Messages that may wait while the engine steps on. A model's step leaves time for hundreds; an executor of plain Python
+keeps the interpreter lock, and would leave this thread further behind with every step."""
+
+STATE_CHECK_S: Final = 0.5
+"""How often waiting for this thread is interrupted, to see whether there still is one."""
+
 
 class OutputThread(threading.Thread):
     """Sends messages to frontends in the order they were put.
@@ -56,7 +66,7 @@ class OutputThread(threading.Thread):
         self._num_clients = len(addresses) - has_coordinator
         self._engine_index = engine_index
         self._encoder = MsgpackEncoder(zero_copy_threshold=config.zero_copy_threshold, allow_pickle=config.allow_pickle)
-        self._queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs, str] | bytes | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._receiver: Receiver | None = None
 
     def start_for(self, receiver: Receiver) -> None:
@@ -67,6 +77,14 @@ class OutputThread(threading.Thread):
     def put(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
         """Queue a message, any thread; ``method`` is the utility it answers."""
         self._queue.put((client_index, message, method))
+
+    def catch_up(self) -> None:
+        """Wait until everything queued is on its way, if that is more than a few messages."""
+        if self._queue.qsize() > MAX_QUEUED:
+            caught_up = threading.Event()
+            self._queue.put(caught_up)
+            while not caught_up.wait(STATE_CHECK_S) and self.is_alive():
+                pass
 
     def put_dead(self) -> None:
         """Queue the death marker for every frontend; the last thing sent."""
@@ -89,6 +107,9 @@ class OutputThread(threading.Thread):
                     for socket in sockets[: self._num_clients]:
                         socket.send(item)
                     break
+                if isinstance(item, threading.Event):
+                    item.set()
+                    continue
                 client_index, message, method = item
                 if not self._frontends[client_index].is_here and not concerns_somebody(message):
                     # Statistics count up from message to message, and any frontend will do for them.

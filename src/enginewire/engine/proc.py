@@ -149,14 +149,14 @@ class EngineCoreProc:
         self._output = output = OutputThread(
             self._context, outputs, frontends, spec.engine_index, config, has_coordinator=coordinator is not None
         )
-        loop = BusyLoop(core, self._events, output.put, self._child, reports_load=reports_load)
+        loop = BusyLoop(core, self._events, output, self._child, reports_load=reports_load)
         if group is not None:
             from enginewire.engine.lock_step import LockStepLoop
 
             loop = LockStepLoop(
                 core,
                 self._events,
-                output.put,
+                output,
                 self._child,
                 reports_load=reports_load,
                 group=group,

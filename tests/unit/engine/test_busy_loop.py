@@ -51,7 +51,7 @@ class FakeChild:
 
 
 class Harness:
-    """A loop with everything it sends in ``log``: ``(client, request_id or call_id, what)``."""
+    """A loop with everything it sends in ``log``: ``(client, request_id or call_id, what)``. Its own output thread."""
 
     def __init__(self, *, with_child: bool = False, **settings: Any) -> None:
         config = EngineConfig.create("echo", log_stats=False, **settings)
@@ -60,15 +60,18 @@ class Harness:
         self.log: list[tuple[int, Any, Any]] = []
         self.child = FakeChild(self.core.executor) if with_child else None
         child: Any = self.child
-        self.loop = BusyLoop(self.core, self.events, self._record, child)
+        self.loop = BusyLoop(self.core, self.events, self, child)
 
-    def _record(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
+    def put(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
         if message.utility_output is not None:
             answer: UtilityOutput = message.utility_output
             self.log.append((client_index, answer.call_id, answer.failure_message or answer.result[1]))
         for output in message.outputs:
             what = output.new_token_ids if output.finish_reason is None else output.finish_reason
             self.log.append((client_index, output.request_id, what))
+
+    def catch_up(self) -> None:
+        """Nothing is queued."""
 
     def in_step(self, number: int, *actions: Callable[[], None]) -> None:
         """Do something during a step."""
