@@ -9,6 +9,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -87,8 +88,8 @@ class MsgpackEncoder:
             return value.start, value.stop, value.step
         numpy = sys.modules.get("numpy")  # a value cannot be an array if nobody has imported numpy
         if numpy is not None:
-            if isinstance(value, numpy.ndarray) and value.dtype.kind not in "OVMm":
-                return self._ndarray(numpy, value)
+            if isinstance(value, numpy.ndarray) and (dtype := dtype_on_wire(value.dtype)) is not None:
+                return self._ndarray(numpy, value, dtype)
             if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
                 return value.item()
         if self._allow_pickle:
@@ -97,12 +98,12 @@ class MsgpackEncoder:
             f"a value of type {type(value).__module__}.{type(value).__qualname__} has no form on the wire"
         )
 
-    def _ndarray(self, numpy: Any, array: Any) -> tuple[str, tuple[int, ...], Ext | int]:
+    def _ndarray(self, numpy: Any, array: Any, dtype: str) -> tuple[str, tuple[int, ...], Ext | int]:
         if array.nbytes < self._threshold or array.ndim == 0:
-            return array.dtype.str, array.shape, Ext(RAW_VIEW, array.tobytes())
+            return dtype, array.shape, Ext(RAW_VIEW, array.tobytes())
         # A byte view: empty and unicode arrays have no memoryview cast of their own.
         flat = numpy.ascontiguousarray(array).reshape(-1)
-        return array.dtype.str, array.shape, self._frame(flat.view(numpy.uint8).data if array.nbytes else b"")
+        return dtype, array.shape, self._frame(flat.view(numpy.uint8).data if array.nbytes else b"")
 
     def _frame(self, data: Buffer) -> int:
         """Put array bytes into the next auxiliary frame and return its number."""
@@ -288,6 +289,15 @@ def _decoded_or(raw: Buffer | msgspec.Raw, expected: Any, default: Any) -> Any:
         return msgspec.msgpack.decode(raw, type=expected)
     except NOT_DECODABLE:
         return default
+
+
+@lru_cache(maxsize=64)
+def dtype_on_wire(dtype: Any) -> str | None:
+    """Return how a numpy dtype is written, ``None`` if arrays of it are not sent.
+
+    Remembered: numpy writes the text anew each time, which takes as long as all the rest of a token's logprobs.
+    """
+    return None if dtype.kind in "OVMm" else dtype.str
 
 
 def array_length(payload: Buffer) -> int:
