@@ -34,8 +34,8 @@ _Item = tuple[int, EngineCoreOutputs, str] | threading.Event | bytes | None
 """Of the queue: a message and its receiver, somebody who waits until it is reached, the death marker, the end."""
 
 MAX_QUEUED: Final = 8
-"""Messages that may wait while the engine steps on (decision 27). A model's step leaves time for hundreds; an executor of
-plain Python keeps the interpreter lock, and would leave this thread further behind with every step."""
+"""Messages that may wait while the engine steps on (decision 27). A model's step leaves time for hundreds; an executor
+of plain Python keeps the interpreter lock, and would leave this thread further behind with every step."""
 
 STATE_CHECK_S: Final = 0.5
 """How often waiting for this thread is interrupted, to see whether there still is one."""
