@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
     "restart_engine": 10,
     "restart_window_s": 0.0,
     "forward_engine_log": False,
-    "executor_options": {"step_time_s": 0.02},
+    "executor_options": {"step_time_s": 0.01},
 }
 RESUME = {**SETTINGS, "failover": "resume"}
 
@@ -101,6 +101,14 @@ async def streams(llm: AsyncLLM, num_started: asyncio.Semaphore | None = None) -
     return await asyncio.gather(*(stream(i, prompt) for i, prompt in enumerate(prompts())))
 
 
+async def served_by(llm: AsyncLLM, rank: int) -> int | None:
+    """Run a request on an engine; return who served it."""
+    served: int | None = None
+    async for output in llm.generate("Are you back?", SamplingParams(max_tokens=3), data_parallel_rank=rank):
+        served = output.outputs[0].engine_index
+    return served
+
+
 @pytest.mark.anyio
 @pytest.mark.timeout(300)
 async def test_one_of_four_is_killed_under_64_streams_ten_times_in_a_row() -> None:
@@ -120,6 +128,7 @@ async def test_one_of_four_is_killed_under_64_streams_ten_times_in_a_row() -> No
             async with asyncio.timeout(START_S):
                 while not (status := llm.engine_statuses()[victim]).num_restarts > i // 4 or status.state != "ready":
                     await asyncio.sleep(0.05)
+            assert await served_by(llm, victim) == victim
         statuses = llm.engine_statuses()
         assert [status.num_restarts for status in statuses] == [3, 3, 2, 2]
         assert sum(status.num_moved for status in statuses) > 5 * NUM_STREAMS // 4, "of up to ten times as many"
