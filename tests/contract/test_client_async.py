@@ -24,7 +24,7 @@ from client_harness import (
     output,
     request,
 )
-from enginewire import ClientClosedError, EngineCoreOutputs, EngineDeadError
+from enginewire import ClientClosedError, EngineCoreOutputs, EngineDeadError, FinishReason
 from enginewire.client import async_mp
 from enginewire.client.async_mp import AsyncMPClient
 from enginewire.testing import MockEngine, Received, free_tcp_port, wait_until
@@ -385,6 +385,27 @@ def test_a_burst_leaves_turns_to_the_others(pair: tuple[Face, MockEngine]) -> No
     assert max(drained) <= 2 * async_mp.MESSAGES_PER_WAKE_UP
     assert max(turns) <= 1000
     assert sum(turns) <= num_messages
+
+
+def test_the_loss_of_an_engine_comes_behind_all_that_it_sent(pair: tuple[Face, MockEngine]) -> None:
+    """C-27: also when it sent more than is taken in one turn, and the loop sees all of it at once."""
+    face, engine = pair
+    assert face.loop is not None
+    count = 10 * async_mp.MESSAGES_PER_WAKE_UP
+    face.add_request(request("a"))
+    engine.expect_add()
+    gate, blocked = block(face.loop)
+    for i in range(count):
+        engine.send_outputs([output("a", [i], finished=i == count - 1)])
+    engine.leave()
+    client = mp_client(face)
+    wait_until(client.engines[0].link.has_ended, PATIENCE_S, "the loss")
+    client._wake_receiver()
+    gate.set()
+    blocked.result(PATIENCE_S)
+    ends = face.outputs(count)
+    assert [it.new_token_ids for it in ends] == [[i] for i in range(count)]
+    assert ends[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_a_backlog_leaves_turns_to_the_others_too(pair: tuple[Face, MockEngine]) -> None:

@@ -205,10 +205,12 @@ class _Receiver:
         self._stopped = False
         self._links: tuple[Link, ...] = ()
         self._descriptors: dict[Link, list[int]] = {}
+        self._unfinished: set[Link] = set()
+        """Links on which there was more than is taken in one turn of the loop."""
         self.read_links()
         if self._lookout.coordination is not None:
             loop.add_reader(self._lookout.coordination.descriptor, self._look)
-        self._timer = loop.call_later(LOOK_S, self._look)
+        self._timer: asyncio.Handle = loop.call_later(LOOK_S, self._look)
 
     def read_links(self) -> None:
         """Read the links that are to be read now, and no others."""
@@ -228,9 +230,15 @@ class _Receiver:
                 self.loop.call_soon(on_readable)  # the edge for what is there already may be past
 
     def _on_readable(self, link: Link) -> None:
+        if link not in self._unfinished:
+            self._read(link)
+
+    def _read(self, link: Link) -> None:
         """Take what is there, and come back for more after the loop's other work."""
+        self._unfinished.discard(link)
         if not self._take(link):
-            self.loop.call_soon(self._on_readable, link)
+            self._unfinished.add(link)
+            self.loop.call_soon(self._read, link)
         if self._inbox.marked:
             self.look_soon()
 
@@ -269,11 +277,14 @@ class _Receiver:
         if self._stopped:
             return
         self._timer.cancel()
-        self._timer = self.loop.call_later(LOOK_S, self._look)
         for link in self._links:
-            self._on_readable(link)  # what an engine sent before it was lost comes first
+            self._on_readable(link)
         if self._stopped:
             return
+        if self._unfinished:  # what an engine sent before it was lost comes first
+            self._timer = self.loop.call_soon(self._look)
+            return
+        self._timer = self.loop.call_later(LOOK_S, self._look)
         if self._engines.death is None:
             self._hand_over(self._lookout.look(monotonic()))
             self.read_links()
