@@ -18,8 +18,8 @@ from enginewire import (
     UtilityCallError,
 )
 from enginewire.client import async_mp, sync_mp
-from enginewire.client.base import EngineStatus
 from enginewire.client.dp import DPAsyncMPClient, DPLBAsyncMPClient
+from enginewire.client.status import EngineStatus
 from enginewire.client.sync_mp import SyncMPClient
 from enginewire.errors import DuplicateRequestIdError
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until

@@ -13,7 +13,7 @@ from fault_executors import WorksOnce
 from client_harness import MP_FACES, PATIENCE_S, Face, echo_face, mp_client, request
 from enginewire import EngineDeadError, EngineUnavailableError, FinishReason
 from enginewire.client import restarts
-from enginewire.client.base import EngineStatus
+from enginewire.client.status import EngineStatus
 from enginewire.testing import wait_until
 from enginewire.wire.messages import LoRARequest
 

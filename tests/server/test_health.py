@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from enginewire.client.base import EngineStatus
+from enginewire.client.status import EngineStatus
 from enginewire.config import EngineConfig
 from enginewire.errors import EngineDeath, UtilityCallError
 from enginewire.frontend.async_llm import AsyncLLM

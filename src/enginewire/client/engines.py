@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from enginewire.client.balancer import EngineLoad, LoadBalancer
-from enginewire.client.base import EngineStatus
 from enginewire.client.restarts import Restarts
+from enginewire.client.status import EngineStatus
 from enginewire.errors import EngineDeath
 from enginewire.transport.peers import PeerWatch
 from enginewire.transport.sockets import bind_pull, bind_router

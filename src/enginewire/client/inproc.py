@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
+from enginewire.client.base import EngineCoreClient, ExecutorChoice
 from enginewire.client.resources import closed_error
+from enginewire.client.status import EngineStatus
 from enginewire.config import EngineConfig
 from enginewire.engine.core import EngineCore
 from enginewire.engine.registry import find_executor

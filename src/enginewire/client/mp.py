@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import zmq
 
 from enginewire.client.balancer import make_balancer
-from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
+from enginewire.client.base import EngineCoreClient, ExecutorChoice
 from enginewire.client.engines import Engine, Engines, EngineState
 from enginewire.client.failover import Failover
 from enginewire.client.inbox import Inbox
@@ -23,6 +23,7 @@ from enginewire.client.launch import Launch
 from enginewire.client.outbox import Outbox
 from enginewire.client.remembered import Memory
 from enginewire.client.resources import BackgroundResources, closed_error
+from enginewire.client.status import EngineStatus
 from enginewire.client.utilities import Call, Waiter, fail
 from enginewire.config import EngineConfig
 from enginewire.errors import (

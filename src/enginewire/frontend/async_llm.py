@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from enginewire.client.base import EngineCoreClient, EngineStatus, ExecutorChoice
+from enginewire.client.base import EngineCoreClient, ExecutorChoice
 from enginewire.client.startup import given_up
+from enginewire.client.status import EngineStatus
 from enginewire.config import EngineConfig
 from enginewire.errors import ClientClosedError, EngineClientError, EngineDeadError, EngineGenerateError
 from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt

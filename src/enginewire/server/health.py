@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from enginewire.client.base import EngineStatus
+from enginewire.client.status import EngineStatus
 from enginewire.errors import ClientClosedError, EngineClientError, EngineDeath, UtilityCallError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.stats import IterationStats
