@@ -35,6 +35,9 @@ FLAGS = [
     "--remote-debugging-pipe",
 ]
 
+HEALTH = "document.querySelector('#health').innerText"
+"""What our page says about the engines, taken together."""
+
 ANSWER_S = 20.0
 """How long an answer, or what a test waits for, may take on a busy machine."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chromium import CHROMIUM, Browser
+from chromium import HEALTH, Browser
 from serving import Served, serve
 
 from enginewire.server.playground import page
@@ -18,36 +18,11 @@ pytestmark = pytest.mark.timeout(120)
 OUTPUT = "document.querySelector('#output').innerText"
 STATUS = "document.querySelector('#status').innerText"
 RUNNING = "document.querySelector('#running').innerText"
-HEALTH = "document.querySelector('#health').innerText"
 FOCUS = "document.activeElement.id"
 TOO_WIDE = (
     "[...document.querySelectorAll('main *')].filter((e) => e.getBoundingClientRect().right > innerWidth).map("
     "(e) => e.outerHTML.slice(0, 80))"
 )
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        reason = "chromium is not installed (apt-get install chromium)"
-        assert not os.environ.get("ENGINEWIRE_REQUIRE_CHROMIUM"), reason
-        pytest.skip(reason)
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def open_page(chromium: Browser) -> Iterator[Callable[[str], Browser]]:
-    """Return a function that opens an address in a new tab."""
-    with chromium.tab() as browser:
-        browser.resize(1280, 860)
-
-        def open_url(url: str) -> Browser:
-            browser.open(url)
-            browser.wait_for(HEALTH, lambda health: health not in ("", "connecting"))
-            return browser
-
-        yield open_url
 
 
 def screenshot(browser: Browser, name: str) -> None:
