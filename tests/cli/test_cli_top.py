@@ -21,8 +21,8 @@ import pytest
 from command_line import DEADLINE_S, Start, error_line, run
 
 from enginewire.cli.top_frame import Frame, curve, duration, painted
+from enginewire.server.engine_state import Health
 from enginewire.server.snapshot import EngineSnapshot, StateSnapshot
-from enginewire.server.state import Health
 from enginewire.testing import free_tcp_port
 from enginewire.testing.waiting import wait_until
 

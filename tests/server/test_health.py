@@ -15,9 +15,10 @@ from enginewire.errors import EngineDeath, UtilityCallError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.stats import IterationStats, StatLogger
 from enginewire.server import health
+from enginewire.server.engine_state import Health
 from enginewire.server.health import EngineMonitor
 from enginewire.server.snapshot import snapshot
-from enginewire.server.state import Health, ServerState
+from enginewire.server.state import ServerState
 from enginewire.wire.handshake import EngineCoreReadyResponse
 from enginewire.wire.stats import SchedulerStats
 

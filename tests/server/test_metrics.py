@@ -18,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from enginewire import AsyncLLM, SamplingParams
 from enginewire.config import EngineConfig
 from enginewire.frontend.stats import FinishedRequestStats, IterationStats
+from enginewire.server.engine_state import Health
 from enginewire.server.meters import HISTORY_S, RATE_WINDOW_S, Histogram, Rate
 from enginewire.server.metrics import ServerMetrics
 from enginewire.server.snapshot import snapshot
-from enginewire.server.state import Health, ServerState
+from enginewire.server.state import ServerState
 from enginewire.testing.waiting import wait_until
 from enginewire.wire.messages import FinishReason
 from enginewire.wire.stats import PrefixCacheStats, SchedulerStats

@@ -27,6 +27,7 @@ EXAMPLES = """\
   enginewire serve
   enginewire serve echo --port 0
   enginewire serve ./model.gguf --host 0.0.0.0 --api-key "$KEY" --max-queue 100
+  enginewire serve --data-parallel-size 4 --restart-engine 3 --failover resume
   enginewire serve echo --data-parallel-size 2 --data-parallel-size-local 0   # a server, two engines elsewhere
   enginewire serve echo --data-parallel-size 2 --headless                     # these
   enginewire serve ./hf-folder --engine vllm --engine-python /opt/vllm/bin/python --engine-args "--dtype bfloat16" """
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, metavar="N", help="0: any free one, printed (default: %(default)s)")
     add("--served-model-name", action="append", metavar="NAME", help="name in requests; repeatable (default: MODEL's)")
     add("--api-key", action="append", metavar="KEY", help="wanted from clients; repeatable; also $ENGINEWIRE_API_KEY")
-    add("--admin", action="store_true", help="have /sleep, /pause, /collective_rpc and their like")
+    add("--admin", action="store_true", help="have /sleep, /pause, /scale_elastic_ep and their like")
     add("--max-queue", type=int, default=1024, metavar="N", help="completions that may wait (default: %(default)s)")
     add("--max-body-bytes", type=int, default=8 << 20, metavar="N", help="largest request (default: %(default)s)")
     add(

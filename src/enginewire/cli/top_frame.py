@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from enginewire.server.engine_state import SEVERITY, Health
 from enginewire.server.snapshot import EngineSnapshot, StateSnapshot
-from enginewire.server.state import SEVERITY, Health
 
 PLAIN: Final = ""
 BOLD: Final = "1"

@@ -12,7 +12,8 @@ from enginewire.client.status import EngineStatus
 from enginewire.errors import ClientClosedError, EngineClientError, EngineDeath, UtilityCallError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.stats import IterationStats
-from enginewire.server.state import Health, ServerState
+from enginewire.server.engine_state import Health
+from enginewire.server.state import ServerState
 from enginewire.wire.messages import FinishReason
 from enginewire.wire.stats import SchedulerStats
 

@@ -24,8 +24,9 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from enginewire._version import __version__
+from enginewire.server.engine_state import EngineState, Health
 from enginewire.server.meters import Histogram
-from enginewire.server.state import EngineState, Health, ServerState
+from enginewire.server.state import ServerState
 
 Read = Callable[[EngineState], float]
 

@@ -27,6 +27,7 @@ from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.access_log import set_up_logging
 from enginewire.server.app import App
 from enginewire.server.engine_news import EngineNews
+from enginewire.server.engine_state import Health
 from enginewire.server.lifeline import (
     AskEngine,
     Begin,
@@ -44,7 +45,7 @@ from enginewire.server.lifeline import (
     from_launcher,
 )
 from enginewire.server.run import serve_on, stop_signals
-from enginewire.server.state import Health, ServerState
+from enginewire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from enginewire._version import __version__
-from enginewire.server.state import EngineState, Health, ServerState
+from enginewire.server.engine_state import EngineState, Health
+from enginewire.server.state import ServerState
 
 
 @dataclass(frozen=True, slots=True)
