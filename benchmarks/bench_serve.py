@@ -1,57 +1,83 @@
-"""What the server delivers: streamed tokens per second, time to the first token, and its own CPU time.
+"""What the servers cost: CPU time per streamed token, tokens per second, time to the first token.
 
-    python benchmarks/bench_serve.py [--engines echo echo-20ms smollm2-135m] [--streams 1 16 64 256]
-                                     [--data-parallel-size N] [--api-server-count N]
+    python benchmarks/bench_serve.py [--quick] [--rounds 3] [--vllm PYTHON] [--out FOLDER]
 
-``echo`` is an engine faster than any server, so that the server is what is measured; it merges what it cannot send one
-by one. ``echo-20ms`` makes 50 tokens a second for each stream: every token is an event, and costs what it would with a
-real engine of that speed.
+``enginewire serve`` against ``vllm serve``, as both are by default. Each is a frontend without an engine of its own;
+an echo engine of ours, one for each, connects to it by the handshake, so that the server is what is measured. *Paced*
+is 20 tokens a second for each stream: one token a message, and an event for each, as with a real engine. *Full speed*
+is an engine faster than any server, which merges what it cannot send one by one.
 
-Starts ``enginewire serve`` for each and opens the streams all at once, each over a connection of its own with a prompt
-of its own. The load generator, the server and the engine share the machine's cores. Prints a table and, last, one line
-of JSON.
+The servers take turns, level by level. Before that it is checked that they give the same texts and usage. The load
+generator, the server and the engine share the machine's cores: compare CPU times, and ratios of one run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
-import platform
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import load
+from harness import FRESH, Suite
+
+from enginewire.testing import free_tcp_port
+
+HERE = Path(__file__).parent
+START_S = 240.0
 LEAVE_S = 40.0
-STREAM_S = 120.0
+PACE_S = 0.05
+MAX_MODEL_LEN = 8192
+WHERE = ["--data-parallel-size-local", "0", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port"]
+VLLM_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+OURS, VLLM = "enginewire", "vLLM"
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """What is served, and how many tokens each of so many streams gets: seconds a level, two minutes in all."""
+class Level:
+    """How many streams, of how many tokens, at which pace."""
 
-    arguments: list[str]
-    tokens: dict[int, int]
+    streams: int
+    tokens: int
+    pace_s: float = 0.0
+    is_chat: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        what = f"{self.streams} stream{'s' * (self.streams > 1)}{', chat' * self.is_chat}"
+        return f"{what}, {'paced' if self.pace_s else 'full speed'}"
+
+    def requests(self, model: str) -> list[bytes]:
+        """Make the requests, each with a prompt of its own."""
+        return [load.post(*request(model, index, self)) for index in range(self.streams)]
 
 
-ENGINES = {
-    "echo": Engine(["echo"], {1: 20_000, 16: 4_000, 64: 1_000, 256: 250}),
-    "echo-20ms": Engine(["echo", "--executor-option", "step_time_s=0.02"], {1: 100, 16: 100, 64: 100, 256: 100}),
-    "smollm2-135m": Engine(["smollm2-135m"], {1: 128, 16: 64, 64: 32, 256: 16}),
-}
+def request(model: str, index: int, level: Level, *, stream: bool = True) -> tuple[str, dict[str, Any]]:
+    """Return path and body of one request."""
+    text = f"{index} engines went down to the sea, and the first of them said:"
+    body = {"model": model, "max_tokens": level.tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if level.pace_s:
+        body["vllm_xargs"] = {"pace_s": level.pace_s}
+    if level.is_chat:
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+    return "/v1/completions", {**body, "prompt": text}
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that runs; ``pids`` are those of its processes, without the engines'."""
+    """One that runs; ``pids`` are those of its processes, without the engine's."""
 
     port: int
     pids: list[int]
@@ -59,157 +85,183 @@ class Server:
 
     def cpu_s(self) -> float:
         """Return the CPU time of its processes so far."""
-        threads = (thread for pid in self.pids for thread in Path(f"/proc/{pid}/task").iterdir())
-        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+        # The kernel's name for another process's CPU clock: clock_getcpuclockid(3), which Python does not have.
+        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self.pids)
+
+    def ask(self, path: str, body: dict[str, Any]) -> bytes:
+        """Send a request and return the response's body."""
+        url, content = f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode()
+        asked = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            return bytes(response.read())
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """What was measured with so many streams. Times are milliseconds; ``cpu_ms`` is the server's per 1,000 tokens."""
-
-    engine: str
-    streams: int
-    tokens: int
-    events: int
-    tokens_per_s: float
-    first_token_p50: float
-    first_token_p99: float
-    cpu_ms: float
-
-
-async def stream(server: Server, index: int, max_tokens: int) -> tuple[int, int, float]:
-    """Complete one prompt; return the number of tokens, of events, and the seconds until the first."""
-    body = {
-        "model": server.model,
-        "prompt": f"{index} engines went down to the sea, and the first of them said:",
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    content = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    start = time.perf_counter()
-    first = 0.0
-    num_events = 0
-    tail = b""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    try:
-        writer.write(head.encode() + content)
-        while data := await reader.read(1 << 16):
-            num_events += data.count(b"\n\n") + (tail[-1:] == data[:1] == b"\n")
-            tail = (tail + data)[-2000:]
-            if not first and b"data: " in tail:
-                first = time.perf_counter() - start
-    finally:
-        writer.close()
-    if not first or b"data: [DONE]" not in tail:
-        raise RuntimeError(f"stream {index} ended early: {tail.decode(errors='replace')}")
-    usage = tail[tail.rindex(b'"completion_tokens"') :].partition(b":")[2]
-    return int(usage.replace(b"}", b",").partition(b",")[0]), num_events, first
-
-
-async def measure(server: Server, name: str, num_streams: int, max_tokens: int) -> Level:
-    """Run streams side by side."""
-    cpu, start = server.cpu_s(), time.perf_counter()
-    async with asyncio.timeout(STREAM_S):
-        done = await asyncio.gather(*(stream(server, index, max_tokens) for index in range(num_streams)))
-    elapsed, cpu = time.perf_counter() - start, server.cpu_s() - cpu
-    tokens = sum(num_tokens for num_tokens, _, _ in done)
-    firsts = sorted(first * 1e3 for _, _, first in done)
-    return Level(
-        name,
-        num_streams,
-        tokens,
-        sum(num_events for _, num_events, _ in done),
-        round(tokens / elapsed, 1),
-        round(statistics.median(firsts), 1),
-        round(firsts[min(len(firsts) - 1, int(len(firsts) * 0.99))], 1),
-        round(cpu * 1e6 / tokens, 1),
-    )
+# The servers.
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, further: list[str]) -> Iterator[Server]:
-    """Run ``enginewire serve`` as it is by default, with its access log, which goes to a file."""
-    command = [sys.executable, "-m", "enginewire", "serve", *engine.arguments, "--port", "0", *further]
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            ready = re.match(r"Serving (.+) at http://.+:(\d+)$", process.stdout.readline())
-            if ready is None:
-                log.seek(0)
-                raise SystemExit(f"the server did not start:\n{log.read()}")
-            log.seek(0)
-            children = [int(pid) for pid in re.findall(r"server process \d+ serves pid=(\d+)", log.read())]
-            yield Server(int(ready[2]), [process.pid, *children], ready[1])
-        finally:
-            process.terminate()
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def commit() -> str:
-    """Return what is checked out, if that can be told."""
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def run(server: Server, name: str, num_streams: list[int]) -> Iterator[Level]:
-    """Warm the server up, then measure level by level."""
-    asyncio.run(measure(server, name, 4, 16))
-    for count in num_streams:
-        max_tokens = ENGINES[name].tokens.get(count) or max(16, 4096 // count)
-        level = asyncio.run(measure(server, name, count, max_tokens))
-        print(
-            f"{level.engine:<16}{level.streams:>8}{level.tokens:>9}{level.events:>9}{level.tokens_per_s:>11.0f}"
-            f"{level.first_token_p50:>10.1f}{level.first_token_p99:>10.1f}{level.cpu_ms:>12.1f}",
-            flush=True,
+def process(command: list[Any], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command, and show the end of what it says if the block fails."""
+    with tempfile.TemporaryFile() as log:
+        started = subprocess.Popen(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **(env or {})},
         )
-        yield level
+        try:
+            yield started
+        except BaseException:
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-4000:], file=sys.stderr)
+            raise
+        finally:
+            started.terminate()
+            try:
+                started.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                started.kill()
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+@contextlib.contextmanager
+def serving(
+    command: list[Any], model: str, env: dict[str, str] | None = None, num_engines: int = 1
+) -> Iterator[Server]:
+    """Run a server that is told ``--port`` and where engines come, with echo engines that come there."""
+    port, engine_port = free_tcp_port(), free_tcp_port()
+    flags = [*WHERE, engine_port, "--max-model-len", MAX_MODEL_LEN]
+    engine = [sys.executable, "-m", "enginewire", "serve", "echo", "--headless", "--engine", "paced_echo:PacedEcho"]
+    if num_engines > 1:
+        flags += ["--data-parallel-size", num_engines]
+    at = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", engine_port]
+    engine += [*at, "--max-model-len", MAX_MODEL_LEN, "--max-num-seqs", 4096, "--data-parallel-size", num_engines]
+    path = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with process([*command, "--port", port, *flags], env) as server, process(engine, path) as host:
+        deadline = time.monotonic() + START_S
+        while not is_ready(port):
+            if server.poll() is not None or host.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the server did not get ready")
+            time.sleep(0.2)
+        yield Server(port, family(server.pid), model)
+
+
+def is_ready(port: int) -> bool:
+    """Whether requests are served."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def ours(tokenizer: Path | None, *further: str) -> contextlib.AbstractContextManager[Server]:
+    """Run our server; without a tokenizer the echo engine's, which has a token for each byte."""
+    command = [sys.executable, "-m", "enginewire", "serve", "echo", *further]
+    return serving(command + (["--tokenizer", tokenizer] if tokenizer else []), "echo")
+
+
+def vllm(python: Path, *further: str) -> contextlib.AbstractContextManager[Server]:
+    """Run vLLM's server; the model's folder is next to its environment."""
+    model = model_of(python)
+    cli = HERE.parent / "tests/interop/vllm_cli.py"
+    return serving([python, cli, "serve", model, *further], str(model), VLLM_ENV)
+
+
+def model_of(python: Path) -> Path:
+    """Return the Hugging Face folder that ``make interop`` makes next to an environment."""
+    return python.parents[2] / "hf"
+
+
+# What is measured.
+
+
+def contents(server: Server, level: Level) -> list[dict[str, Any]]:
+    """Return what comes of a few requests, each as one response and as a stream, without what must differ."""
+    found = []
+    for index in range(4):
+        whole = json.loads(server.ask(*request(server.model, index, level, stream=False)))
+        choice = whole["choices"][0]
+        found.append({"text": text_of(choice, "message"), "end": choice["finish_reason"], "usage": counts(whole)})
+        lines = server.ask(*request(server.model, index, level)).split(b"\n\n")
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join(text_of(choice, "delta") for choice in choices)
+        found.append({"text": text, "end": choices[-1]["finish_reason"], "usage": counts(events[-1])})
+    return found
+
+
+def text_of(choice: dict[str, Any], name: str) -> str:
+    """Return a choice's text; chat completions have it in ``message`` or ``delta``."""
+    return choice["text"] if "text" in choice else choice[name].get("content") or ""
+
+
+def counts(body: dict[str, Any]) -> dict[str, int]:
+    """Return the usage's counts."""
+    return {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+def measure(suite: Suite, column: str, server: Server, level: Level) -> None:
+    """Run one level on one server, note its figures, and print them."""
+    cpu = server.cpu_s()
+    done = load.run(server.port, level.requests(server.model))
+    cpu = server.cpu_s() - cpu
+    name = level.name
+    suite.add(f"{name}: CPU s per million tokens", column, cpu * 1e6 / done.tokens, lower_is_better=True)
+    if not level.pace_s:
+        suite.add(f"{name}: tokens/s", column, done.tokens / done.elapsed)
+    suite.add(f"{name}: first token p50, ms", column, done.first(0.5) * 1e3, lower_is_better=True)
+    if level.streams > 1:
+        suite.add(f"{name}: first token p99, ms", column, done.first(0.99) * 1e3, lower_is_better=True)
+    per_token = suite.machine.setdefault("events per token", {}).setdefault(name, {}).setdefault(column, [])
+    per_token.append(round(done.events / done.tokens, 3))
+    print(
+        f"{column:<12}{name:<28}{done.tokens:>9} tokens {done.events:>9} events {done.tokens / done.elapsed:>9.0f}/s"
+        f"{cpu * 1e6 / done.tokens:>9.1f} CPU s/million{done.first(0.5) * 1e3:>9.1f}{done.first(0.99) * 1e3:>9.1f} ms",
+        flush=True,
+    )
+
+
+def levels(*, quick: bool) -> list[Level]:
+    """Return what is measured. A paced level takes some four seconds, one at full speed what the server needs."""
+    paced = [Level(streams, 64, PACE_S) for streams in ((64,) if quick else (1, 16, 64, 256))]
+    fast = [Level(64, 1000)] if quick else [Level(1, 4000), Level(64, 1000), Level(256, 250)]
+    return [*paced, Level(64, 64, PACE_S, is_chat=True), *fast]
 
 
 def main() -> None:
-    """Print the table and the line."""
+    """Start the servers, compare what they say, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME")
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 256], metavar="N")
-    parser.add_argument("--data-parallel-size", default="1", metavar="N", help="engines")
-    parser.add_argument("--api-server-count", default="1", metavar="N", help="server processes")
+    parser.add_argument("--quick", action="store_true", help="two levels at 64 streams, one round")
+    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter with vLLM")
+    parser.add_argument("--out", type=Path, default=FRESH, metavar="FOLDER")
     args = parser.parse_args()
-    several = ["--data-parallel-size", args.data_parallel_size, "--api-server-count", args.api_server_count]
-
-    print(f"{'':<53}{'first token, ms':>20}{'server CPU':>12}")
-    print(
-        f"{'engine':<16}{'streams':>8}{'tokens':>9}{'events':>9}{'tokens/s':>11}{'p50':>10}{'p99':>10}{'ms/1000':>12}"
-    )
-    levels: list[Level] = []
-    for name in args.engines:
-        with serving(ENGINES[name], several) as server:
-            levels += run(server, name, args.streams)
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    result = {
-        "what": "serve",
-        "commit": commit(),
-        "machine": machine,
-        "engines": int(args.data_parallel_size),
-        "processes": int(args.api_server_count),
-        "levels": [asdict(level) for level in levels],
-    }
-    print(json.dumps(result))
+    suite = Suite("serve", {OURS: VLLM})
+    with contextlib.ExitStack() as stack:
+        tokenizer = None if args.vllm is None else model_of(args.vllm)
+        servers = {OURS: stack.enter_context(ours(tokenizer))}
+        if args.vllm is not None:
+            servers[VLLM] = stack.enter_context(vllm(args.vllm))
+        for is_chat in (False, True):
+            said = [contents(server, Level(1, 40, is_chat=is_chat)) for server in servers.values()]
+            if any(each != said[0] for each in said):
+                raise SystemExit(f"the servers do not say the same:\n{json.dumps(said, indent=1)}")
+        print("The servers give the same texts, ends and usage." if len(servers) > 1 else "", flush=True)
+        for server in servers.values():
+            for is_chat in (False, True):
+                load.run(server.port, Level(16, 32, is_chat=is_chat).requests(server.model))
+        for _ in range(args.rounds or (1 if args.quick else 3)):
+            for level in levels(quick=args.quick):
+                for column, server in servers.items():
+                    measure(suite, column, server, level)
+    print(f"\n{suite.table()}\n\n{suite.save(args.out)}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -25,7 +28,7 @@ from enginewire.errors import (
 )
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.logprobs import Logprob
-from enginewire.frontend.outputs import RequestMetrics, RequestOutput
+from enginewire.frontend.requests import RequestState
 from enginewire.server.access_log import LogfmtFormatter, current_request_id, quoted
 from enginewire.server.admission import Admission
 from enginewire.server.conversation import render
@@ -303,16 +306,15 @@ def test_template_without_tools_refuses_them() -> None:
 # Generation.
 
 
-class EndlessLLM:
-    """A frontend whose requests end when they are told to."""
+class AcceptingLLM:
+    """A frontend that takes requests in and does nothing with them."""
 
     def __init__(self) -> None:
-        self.ends = {"long": asyncio.Event(), "short": asyncio.Event()}
         self.aborted: list[str] = []
 
-    async def generate(self, prompt: str, *args: object, **kwargs: object) -> AsyncIterator[RequestOutput]:
-        await self.ends[prompt].wait()
-        yield RequestOutput("mine", prompt, [1], outputs=[], finished=True, metrics=RequestMetrics(0.0, 0.0))
+    @contextlib.asynccontextmanager
+    async def submitted(self, *args: object, **kwargs: object) -> AsyncIterator[RequestState]:
+        yield cast(RequestState, SimpleNamespace())
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -322,16 +324,13 @@ def test_what_runs_is_aborted_also_if_another_of_its_id_has_ended() -> None:
     """Ids are the clients' choice, by ``request_id`` or a header, and proxies repeat theirs."""
 
     async def run() -> list[str]:
-        llm = EndlessLLM()
+        llm = AcceptingLLM()
         generation = Generation(cast(AsyncLLM, llm), Admission(2), cast(EngineMonitor, None))
-        jobs = {name: Job("mine", [name], SamplingParams()) for name in llm.ends}
-        running = {name: asyncio.create_task(generation.complete(job)) for name, job in jobs.items()}
-        await asyncio.sleep(0)
-        llm.ends["short"].set()
-        await running["short"]
-        await generation.abort_all()
-        llm.ends["long"].set()
-        await running["long"]
+        job = Job("mine", ["a prompt"], SamplingParams())
+        async with generation.running(job):
+            async with generation.running(replace(job)):
+                pass
+            await generation.abort_all()
         await generation.abort_all()
         return llm.aborted
 

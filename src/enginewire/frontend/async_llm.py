@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,7 @@ from enginewire.errors import ClientClosedError, EngineClientError, EngineDeadEr
 from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt
 from enginewire.frontend.outputs import RequestOutput
 from enginewire.frontend.processor import OutputProcessor
+from enginewire.frontend.reader import Reader
 from enginewire.frontend.requests import RequestState
 from enginewire.frontend.setup import fetch_model, make_config
 from enginewire.frontend.stats import StatLogger
@@ -150,14 +151,38 @@ class AsyncLLM:
             ClientClosedError: :meth:`shutdown` was called.
             RuntimeError: this object is in use on another event loop.
         """
-        prepared = await self._prepare(
+        submitted = self.submitted(
             prompt,
             sampling_params,
-            request_id=str(next(self._request_ids)) if request_id is None else request_id,
+            request_id,
             priority=priority,
             lora_request=lora_request,
             data_parallel_rank=data_parallel_rank,
             trace_headers=trace_headers,
+        )
+        async with submitted as request:
+            reader = Reader([request])
+            while not reader.is_done:
+                _, news = await reader.next()
+                yield request.output_of(news)
+
+    @contextlib.asynccontextmanager
+    async def submitted(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,  # those of generate
+    ) -> AsyncIterator[RequestState]:
+        """Send a request; abort it when the block is left before it has ended. See :meth:`generate` for the rest.
+
+        A :class:`Reader` takes its outputs, and those of others, with less effort than an iterator for each.
+        """
+        prepared = await self._prepare(
+            prompt,
+            sampling_params,
+            request_id=str(next(self._request_ids)) if request_id is None else request_id,
+            **options,
         )
         request = self._outputs.add(prepared, time.monotonic())
         try:
@@ -165,14 +190,7 @@ class AsyncLLM:
                 await self._client.add_request_async(core_request)
                 completion.engine_index = self._client.engine_index_of(core_request.request_id)
             self._ensure_handler()
-            while True:
-                output = request.take()
-                if output is None:
-                    await _news_of(request)
-                    continue
-                yield output
-                if output.finished:
-                    return
+            yield request
         finally:
             # Also for requests whose ADD was on its way: the engine ignores ids that it does not know.
             await self._abort(self._outputs.discard(request))
@@ -416,18 +434,6 @@ def _fail_all(outputs: OutputProcessor, make_error: Callable[[RequestState], Eng
         running += outputs.fail(request, make_error(request))
         request.wake()
     return running
-
-
-async def _news_of(request: RequestState) -> None:
-    """Wait until there may be something to take."""
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    request.wake = wake
-    await waiter
 
 
 def _dropped(client: EngineCoreClient) -> None:

@@ -36,7 +36,6 @@ class CompletionState:
         "has_stop_strings",
         "index",
         "logprobs",
-        "num_detokenized",
         "num_taken",
         "raw_logprobs",
         "request",
@@ -54,7 +53,6 @@ class CompletionState:
         self.times = CompletionTimes(request.arrival_ts, len(request.prompt_token_ids))
         self.has_stop_strings = detokenizer is not None and bool(request.params.stop)
         self.token_ids: list[int] = []
-        self.num_detokenized = 0
         self.num_taken = 0
         self.end_taken = False
         self.raw_logprobs: list[LogprobsLists] = []  # not converted yet
@@ -82,31 +80,33 @@ class CompletionState:
 
     def take(self) -> CompletionOutput:
         """Return what the reader has not had, or everything, as the request's kind says."""
-        finished = self.finish_reason is not None
-        self._convert_logprobs()
-        text, token_ids, logprobs = "", self.token_ids, self.logprobs
-        is_delta = self.request.kind is DELTA
+        request, token_ids, reason = self.request, self.token_ids, self.finish_reason
+        start = self.num_taken
+        new = token_ids[start:]
+        self.num_taken = len(token_ids)
+        if self.raw_logprobs:
+            self._convert_logprobs()
+        text, logprobs = "", self.logprobs
         if (detokenizer := self.detokenizer) is not None:
-            end = len(token_ids) - self._ends_without_text
-            if self.num_detokenized < end and not self.has_stop_strings:
-                detokenizer.append(token_ids[self.num_detokenized : end] if self.num_detokenized else token_ids[:end])
-                self.num_detokenized = end
-            text = detokenizer.take_delta(finished)
-            if not is_delta:
+            if not self.has_stop_strings:
+                has_end = reason is not None and bool(new) and self._ends_without_text
+                detokenizer.append(new[:-1] if has_end else new)
+            text = detokenizer.take_delta(reason is not None)
+            if request.kind is not DELTA:
                 text = detokenizer.taken_text
-        if is_delta:
-            token_ids, logprobs = token_ids[self.num_taken :], logprobs[self.num_taken :]
-        elif not finished:  # a snapshot: ours go on growing
+        if request.kind is DELTA:
+            token_ids, logprobs = new, logprobs[start:]
+        elif reason is None:  # a snapshot: ours go on growing
             token_ids, logprobs = token_ids.copy(), logprobs.copy()
-        self.num_taken, self.end_taken = len(self.token_ids), finished
-        wants_logprobs = self.request.params.logprobs is not None
+        self.end_taken = reason is not None
+        wants_logprobs = request.params.logprobs is not None
         return CompletionOutput(
             self.index,
             text,
             token_ids,
             self.cumulative_logprob if wants_logprobs else None,
             logprobs if wants_logprobs else None,
-            None if self.finish_reason is None else str(self.finish_reason),
+            None if reason is None else str(reason),
             self.stop_reason,
             self.engine_index,
         )
@@ -210,13 +210,24 @@ class RequestState:
         Raises:
             EngineClientError: the request failed.
         """
+        news = self.take_news()
+        return self.output_of(news) if news else None
+
+    def take_news(self) -> list[CompletionOutput]:
+        """Take what there is since the last call, as the request's kind says; empty if there is nothing yet.
+
+        Raises:
+            EngineClientError: the request failed.
+        """
         if self.error is not None:
             raise self.error
-        return self._output() if self.is_ready else None
+        if self.kind is DELTA:
+            return [completion.take() for completion in self.completions if completion.has_news]
+        return [completion.take() for completion in self.completions] if self.is_ready else []
 
     def take_failed(self, error: EngineClientError) -> RequestOutput:
         """Return what there is of a request that failed."""
-        output = self._output()
+        output = self.output_of([completion.take() for completion in self.completions])
         output.error, output.finished = error, True
         for completion in output.outputs:
             completion.finish_reason = completion.finish_reason or str(FinishReason.ERROR)
@@ -235,15 +246,13 @@ class RequestState:
         if self.params.prompt_logprobs is not None and output.new_prompt_logprobs_tensors is not None:
             self._raw_prompt_logprobs = output.new_prompt_logprobs_tensors
 
-    def _output(self) -> RequestOutput:
-        completions = self.completions
-        if self.kind is DELTA:
-            completions = [completion for completion in completions if completion.has_news]
+    def output_of(self, news: list[CompletionOutput]) -> RequestOutput:
+        """Make the output of what was taken."""
         return RequestOutput(
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
-            [completion.take() for completion in completions],
+            news,
             self.num_running == 0,
             RequestMetrics(
                 self._arrival_time,

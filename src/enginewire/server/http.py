@@ -25,7 +25,7 @@ DISCARDED_BODIES: Final = 8
 """How many times the limit of a too large body is read and thrown away. A client that still sends does not listen: cut
 off, it would see a broken pipe instead of our answer."""
 
-_encode: Final = msgspec.json.Encoder().encode
+encode: Final = msgspec.json.Encoder().encode
 
 
 class Request:
@@ -120,19 +120,19 @@ class Response:
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Make a response of strict JSON: there is no way to write NaN or Infinity with msgspec."""
-    return Response(_encode(value), {"Content-Type": JSON, **(headers or {})}, status)
+    return Response(encode(value), {"Content-Type": JSON, **(headers or {})}, status)
 
 
 def event(value: object) -> bytes:
     """Frame one server-sent event. JSON has no line breaks of its own, so it is one ``data`` line."""
-    return b"data: " + _encode(value) + b"\n\n"
+    return b"data: " + encode(value) + b"\n\n"
 
 
 DONE: Final = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Server-sent events whose first part is there; make one with :meth:`begin`."""
+    """Server-sent events whose first part is there; make one with :meth:`begin`. The last part ends with ``DONE``."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         self._first = first
@@ -145,13 +145,19 @@ class EventStream:
 
     async def send(self, sender: ResponseSender) -> None:
         """Send the events as they come."""
+        # In a task of its own: with every token a task is resumed through all the coroutines that it is in, and that
+        # would be ten here. Cancelling us cancels it.
+        await asyncio.create_task(self._send(sender), name="enginewire-stream")
+
+    async def _send(self, sender: ResponseSender) -> None:
         async with contextlib.aclosing(self._rest) as rest:
             # X-Accel-Buffering: nginx would collect the events otherwise.
             await sender.start(200, {"Content-Type": SSE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-            await sender.write(self._first)
-            async for events in rest:
+            events = self._first
+            while not events.endswith(DONE):
                 await sender.write(events)
-        await sender.finish()
+                events = await anext(rest)
+        await sender.finish(events)
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> bytes:

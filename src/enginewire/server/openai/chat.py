@@ -105,6 +105,7 @@ class _ChatWriter:
         self._model = model
         self._tokenizer = tokenizer
         self._n = job.params.n
+        self.shows_text_alone = not (calls_tools or wanted.return_token_ids)
         self._readers = [ToolCallReader(self._id, index) for index in range(self._n)] if calls_tools else None
         self._opening_token_ids: list[int] | UnsetType = msgspec.UNSET
 
@@ -130,31 +131,35 @@ class _ChatWriter:
             self._opening_token_ids = output.prompt_token_ids
         return [ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")) for index in range(self._n)]
 
-    def news(self, prompt_index: int, output: RequestOutput) -> list[ChatChunkChoice]:
-        """Make a choice of new text, and one of the end, of each completion that has them."""
+    def text(self, index: int, text: str) -> ChatChunkChoice:
+        """Make a choice of new text."""
+        return ChatChunkChoice(index=index, delta=ChatDelta(content=text))
+
+    def news(self, prompt_index: int, completion: CompletionOutput) -> list[ChatChunkChoice]:
+        """Make a choice of new text, and one of the end, of a completion that has them."""
         choices: list[ChatChunkChoice] = []
-        for completion in output.outputs:
-            finish_reason = completion.finish_reason
-            choice = ChatChunkChoice(index=completion.index, delta=ChatDelta(), logprobs=self._logprobs(completion))
-            if self._wanted.return_token_ids:
-                choice.token_ids = completion.token_ids
-            text = completion.text
-            if self._readers is not None:
-                reader = self._readers[completion.index]
-                text, calls = reader.read(text, is_finished=finish_reason is not None)
-                if calls:
-                    choice.delta.tool_calls = calls
-                if finish_reason == "stop" and reader.num_calls:
-                    finish_reason = "tool_calls"
-            if text:
-                choice.delta.content = text
-            # New tokens may have no text yet: part of a character, or of what could be a stop string.
-            if text or choice.delta.tool_calls or choice.logprobs or choice.token_ids:
-                choices.append(choice)
-            if finish_reason is not None:
-                end = ChatChunkChoice(index=completion.index, delta=ChatDelta(), stop_reason=completion.stop_reason)
-                end.finish_reason = cast("Any", finish_reason)  # the frontend has it as str, and the same words
-                choices.append(end)
+        finish_reason = completion.finish_reason
+        choice = self.text(completion.index, completion.text)
+        choice.logprobs = self._logprobs(completion)
+        if self._wanted.return_token_ids:
+            choice.token_ids = completion.token_ids
+        if self._readers is not None:
+            reader = self._readers[completion.index]
+            text, calls = reader.read(completion.text, is_finished=finish_reason is not None)
+            choice.delta.content = text
+            if calls:
+                choice.delta.tool_calls = calls
+            if finish_reason == "stop" and reader.num_calls:
+                finish_reason = "tool_calls"
+        if not choice.delta.content:
+            choice.delta.content = msgspec.UNSET
+        # New tokens may have no text yet: part of a character, or of what could be a stop string.
+        if choice.delta.content or choice.delta.tool_calls or choice.logprobs or choice.token_ids:
+            choices.append(choice)
+        if finish_reason is not None:
+            end = ChatChunkChoice(index=completion.index, delta=ChatDelta(), stop_reason=completion.stop_reason)
+            end.finish_reason = cast("Any", finish_reason)  # the frontend has it as str, and the same words
+            choices.append(end)
         return choices
 
     def chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:

@@ -94,6 +94,7 @@ class _CompletionWriter:
     """Writes outputs as choices with a ``text``; choices of several prompts are numbered through."""
 
     def __init__(self, wanted: CompletionRequest, job: Job, model: str, tokenizer: Tokenizer) -> None:
+        self.shows_text_alone = not wanted.return_token_ids
         self._wanted = wanted
         self._id = job.id
         self._n = job.params.n
@@ -127,17 +128,17 @@ class _CompletionWriter:
             choices.append(choice)
         return choices
 
-    def news(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """Make a choice of each completion that has something to show."""
-        choices: list[CompletionChoice] = []
-        for completion in output.outputs:
-            choice = self._choice(prompt_index, completion)
-            if completion.logprobs:
-                choice.logprobs = self._logprobs(choice.index, completion.logprobs)
-            # New tokens may have no text yet: part of a character, or of what could be a stop string.
-            if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids:
-                choices.append(choice)
-        return choices
+    def text(self, index: int, text: str) -> CompletionChoice:
+        """Make a choice of new text."""
+        return CompletionChoice(index=index, text=text)
+
+    def news(self, prompt_index: int, completion: CompletionOutput) -> list[CompletionChoice]:
+        """Make a choice of a completion that has something to show."""
+        choice = self._choice(prompt_index, completion)
+        if completion.logprobs:
+            choice.logprobs = self._logprobs(choice.index, completion.logprobs)
+        # New tokens may have no text yet: part of a character, or of what could be a stop string.
+        return [choice] if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids else []
 
     def chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         """Make a body."""

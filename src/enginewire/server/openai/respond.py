@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Annotated, Final, Protocol, TypeVar
+from typing import Annotated, Final, Generic, Protocol, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from enginewire.errors import InvalidRequestError
-from enginewire.frontend.outputs import RequestOutput
+from enginewire.frontend.outputs import CompletionOutput, RequestOutput
 from enginewire.server.context import Context, Parameter
 from enginewire.server.generation import Job
-from enginewire.server.http import DONE, EventStream, Reply, Request, event, json_response
+from enginewire.server.http import DONE, EventStream, Reply, Request, encode, event, json_response
 from enginewire.server.openai.requests import SamplingFields
 from enginewire.server.openai.responses import PromptTokensDetails, Usage
 
@@ -27,8 +26,18 @@ RANK: Final = Parameter(
 )
 
 
+MARK: Final = "\0"
+"""Stands for a text in an event; nothing else in one has it."""
+
+
 class Writer(Protocol[Choice]):
-    """Writes outputs the way one endpoint does."""
+    """Writes outputs the way one endpoint does.
+
+    Attributes:
+        shows_text_alone: whether new text is all that a running completion's events have, but for logprobs.
+    """
+
+    shows_text_alone: bool
 
     def response(self, outputs: Sequence[RequestOutput], usage: Usage) -> Struct:
         """Make the body of all there is; one output per prompt."""
@@ -38,8 +47,12 @@ class Writer(Protocol[Choice]):
         """Make what a stream has in front of a prompt's first token."""
         ...
 
-    def news(self, prompt_index: int, output: RequestOutput) -> list[Choice]:
-        """Make what a stream has of an output's new tokens."""
+    def text(self, index: int, text: str) -> Choice:
+        """Make what a stream has of new text of the choice with this index."""
+        ...
+
+    def news(self, prompt_index: int, completion: CompletionOutput) -> list[Choice]:
+        """Make what a stream has of a completion's new tokens."""
         ...
 
     def chunk(self, choices: list[Choice], usage: Usage | UnsetType | None) -> Struct:
@@ -55,31 +68,100 @@ async def respond(
     job = replace(job, data_parallel_rank=_wanted_rank(request))
     if fields.stream:
         return await EventStream.begin(_events(context, request, fields, job, writer))
-    outputs = await context.generation.complete(job)
+    outputs: dict[int, RequestOutput] = {}
     tally = _Tally(request)
-    for prompt_index, output in enumerate(outputs):
-        tally.add(prompt_index, output)
-    return json_response(writer.response(outputs, tally.usage()))
+    async with context.generation.running(job) as reader:
+        while not reader.is_done:
+            prompt_index, news = await reader.next()
+            news = job.shown(news)
+            outputs[prompt_index] = reader.requests[prompt_index].output_of(news)
+            tally.begin(prompt_index, outputs[prompt_index])
+            tally.add(news)
+    return json_response(writer.response([output for _, output in sorted(outputs.items())], tally.usage()))
 
 
 async def _events(
     context: Context, request: Request, fields: SamplingFields, job: Job, writer: Writer[Choice]
 ) -> AsyncGenerator[bytes, None]:
     tally = _Tally(request)
-    wants_usage = fields.wants_usage
-    async with contextlib.aclosing(context.generation.stream(job)) as outputs:
-        async for prompt_index, output in outputs:
-            is_first = tally.add(prompt_index, output)
-            choices = writer.opening(prompt_index, output) if is_first else []
-            choices += writer.news(prompt_index, output)
-            # OpenAI has the key in every event once it is asked for, and null until the last.
-            usage = tally.usage() if fields.wants_continuous_usage else None if wants_usage else UNSET
-            if choices:
-                yield b"".join([event(writer.chunk([choice], usage)) for choice in choices])
-    if wants_usage:
-        yield event(writer.chunk([], tally.usage())) + DONE
-    else:
-        yield DONE
+    events = _Events(fields, job, writer, tally)
+    begun: set[int] = set()
+    async with context.generation.running(job) as reader:
+        while True:
+            prompt_index, news = await reader.next()
+            news = job.shown(news)
+            tally.add(news)
+            if prompt_index not in begun:
+                begun.add(prompt_index)
+                output = reader.requests[prompt_index].output_of(news)
+                tally.begin(prompt_index, output)
+                events.open(prompt_index, output)
+            events.add(prompt_index, news)
+            if reader.is_done:
+                break
+            if part := events.take():
+                yield part
+    events.end()
+    yield events.take()
+
+
+class _Events(Generic[Choice]):
+    """Collects the events of a stream until they are sent.
+
+    Most have new text and nothing else. Such an event is encoded once for each choice, and cut where the text goes.
+    """
+
+    def __init__(self, fields: SamplingFields, job: Job, writer: Writer[Choice], tally: _Tally) -> None:
+        self._writer = writer
+        self._tally = tally
+        self._n = job.params.n
+        self._wants_usage = fields.wants_usage
+        self._wants_continuous_usage = fields.wants_continuous_usage
+        self._shows_text_alone = writer.shows_text_alone and not fields.wants_continuous_usage
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._events: list[bytes] = []
+
+    def open(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add what comes in front of a prompt's first token."""
+        self._add(self._writer.opening(prompt_index, output))
+
+    def add(self, prompt_index: int, news: Sequence[CompletionOutput]) -> None:
+        """Add new tokens."""
+        for completion in news:
+            if not self._shows_text_alone or completion.finish_reason is not None or completion.logprobs:
+                self._add(self._writer.news(prompt_index, completion))
+            elif completion.text:
+                self._add_text(prompt_index * self._n + completion.index, completion.text)
+
+    def end(self) -> None:
+        """Add what comes behind everything."""
+        if self._wants_usage:
+            self._events.append(event(self._writer.chunk([], self._tally.usage())))
+        self._events.append(DONE)
+
+    def take(self) -> bytes:
+        """Return what there is, and have nothing then."""
+        events = self._events
+        part = events[0] if len(events) == 1 else b"".join(events)
+        events.clear()
+        return part
+
+    def _add(self, choices: Sequence[Choice]) -> None:
+        self._events += [event(self._writer.chunk([choice], self._usage())) for choice in choices]
+
+    def _add_text(self, index: int, text: str) -> None:
+        around = self._around_text.get(index)
+        if around is None:
+            chunk = self._writer.chunk([self._writer.text(index, MARK)], self._usage())
+            before, _, after = event(chunk).partition(encode(MARK))
+            around = self._around_text[index] = before, after
+        self._events.append(around[0] + encode(text) + around[1])
+
+    def _usage(self) -> Usage | UnsetType | None:
+        if self._wants_continuous_usage:
+            return self._tally.usage()
+        # OpenAI has the key in every event once it is asked for, and null until the last.
+        return None if self._wants_usage else UNSET
 
 
 def _wanted_rank(request: Request) -> int | None:
@@ -101,21 +183,21 @@ class _Tally:
         self._engines: set[int | None] = set()
         self._num_completion_tokens = 0
 
-    def add(self, prompt_index: int, output: RequestOutput) -> bool:
-        """Count an output's new tokens; return whether it is the prompt's first."""
-        is_first = prompt_index not in self._prompts
+    def begin(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count a prompt, when its first output comes."""
         self._prompts[prompt_index] = len(output.prompt_token_ids), output.num_cached_tokens
-        for completion in output.outputs:
+        self._notes["prompt_tokens"] = self._num_prompt_tokens
+
+    def add(self, news: Sequence[CompletionOutput]) -> None:
+        """Count new tokens."""
+        for completion in news:
             self._num_completion_tokens += len(completion.token_ids)
             if completion.engine_index not in self._engines:
                 self._engines.add(completion.engine_index)
                 self._notes["engine"] = ",".join(sorted(map(str, self._engines)))
             if completion.finish_reason is not None:
                 self._notes["finish_reason"] = completion.finish_reason
-        if is_first:
-            self._notes["prompt_tokens"] = self._num_prompt_tokens
         self._notes["completion_tokens"] = self._num_completion_tokens
-        return is_first
 
     def usage(self) -> Usage:
         """Return the counts so far."""
