@@ -83,7 +83,6 @@ bench-check: $(DEV_STAMP) ## like bench; fails if LLM reaches less than 0.95 of 
 	$(BIN)/python benchmarks/bench.py --min-ratio 0.95 $(ARGS)
 
 bench-serve: $(DEV_STAMP) ## what the server streams at 1, 16, 64, 256 streams, and its CPU time; about two minutes
-	@$(BIN)/enginewire pull
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 
 ci: ## what continuous integration runs

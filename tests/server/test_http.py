@@ -56,6 +56,27 @@ def test_events_are_framed_as_data_lines_and_end_with_done(echo: Served) -> None
     assert all("usage" not in json.loads(event[6:]) for event in events[:-1])
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_streams_events_are_alike_whatever_is_in_text_and_id(http: httpx.Client, path: str) -> None:
+    """Most are not encoded as a whole, but put around their text; nothing in one may be taken for that place."""
+    text = 'say "hi" \\ \x00 \x1f \u2028 \U0001f600\n'
+    body = {"max_tokens": 60, "request_id": '"\\u0000"', "n": 2}
+    body |= {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    whole = http.post(f"/v1/{path}", json=body).json()
+    response = http.post(f"/v1/{path}", json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    *events, last, done = [line.removeprefix("data: ") for line in response.text.split("\n\n")[:-1]]
+    assert done == "[DONE]"
+    assert json.loads(last)["usage"] == whole["usage"]
+    texts = ["", ""]
+    for event in map(json.loads, events):
+        assert (event["id"], event["usage"]) == (whole["id"], None)
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"] if path == "completions" else choice["delta"].get("content", "")
+    answers = [choice.get("text") or choice["message"]["content"] for choice in whole["choices"]]
+    assert texts == answers
+    assert text in texts[0]
+
+
 COMPLETION: dict[str, Any] = {"prompt": "ab", "max_tokens": 2}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f"}}

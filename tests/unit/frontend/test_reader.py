@@ -1,0 +1,98 @@
+"""Taking requests' outputs on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from enginewire.config import EngineConfig
+from enginewire.errors import EngineGenerateError
+from enginewire.frontend.inputs import InputProcessor
+from enginewire.frontend.processor import OutputProcessor
+from enginewire.frontend.reader import Reader
+from enginewire.frontend.requests import RequestState
+from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from enginewire.wire.sampling import RequestOutputKind, SamplingParams
+
+
+class Bench:
+    """A processor with requests in it, and an engine's part played by the test."""
+
+    def __init__(self, *prompts: str, n: int = 1) -> None:
+        self.outputs = OutputProcessor()
+        inputs = InputProcessor(EngineConfig.create("echo", max_model_len=1000, vocab_size=260))
+        params = SamplingParams(max_tokens=50, n=n, output_kind=RequestOutputKind.DELTA)
+        self.requests: list[RequestState] = [
+            self.outputs.add(inputs.prepare(prompt, params, request_id=prompt), now=0.0) for prompt in prompts
+        ]
+
+    def step(self, position: int, text: str, finish: FinishReason | None = None, completion: int = 0) -> None:
+        engine_id = self.requests[position].completions[completion].engine_id
+        output = EngineCoreOutput(engine_id, list(text.encode()), finish_reason=finish)
+        for request in self.outputs.process(EngineCoreOutputs(outputs=[output]), 1.0).ready:
+            request.wake()
+
+
+def test_what_came_before_the_reader_and_between_its_turns_is_merged() -> None:
+    async def run() -> None:
+        bench = Bench("a")
+        bench.step(0, "on")
+        reader = Reader(bench.requests)
+        bench.step(0, "ce")
+        bench.step(0, " upon")
+        position, (news,) = await reader.next()
+        assert (position, news.text, reader.is_done) == (0, "once upon", False)
+
+    asyncio.run(run())
+
+
+def test_a_waiting_reader_is_woken_by_either_request_and_done_when_both_are() -> None:
+    async def run() -> None:
+        bench = Bench("a", "b")
+        reader = Reader(bench.requests)
+        for position, finish in ((1, FinishReason.LENGTH), (0, None), (0, FinishReason.STOP)):
+            waiting = asyncio.ensure_future(reader.next())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            assert not reader.is_done
+            bench.outputs.process(EngineCoreOutputs(), 1.0)
+            bench.requests[position].max_output_len = 1
+            bench.step(position, "x", finish)
+            at, (news,) = await waiting
+            assert (at, news.text, news.finished) == (position, "x", finish is not None)
+        assert reader.is_done
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_woken_again_behind_its_end_counts_once() -> None:
+    async def run() -> None:
+        bench = Bench("a", "b", n=2)
+        reader = Reader(bench.requests)
+        bench.step(0, "x", FinishReason.STOP)
+        bench.step(0, "y", FinishReason.STOP, completion=1)
+        position, news = await reader.next()
+        assert (position, [each.text for each in news]) == (0, ["x", "y"])
+        bench.requests[0].wake()
+        bench.step(1, "z")
+        position, news = await reader.next()
+        assert (position, [each.text for each in news], reader.is_done) == (1, ["z"], False)
+
+    asyncio.run(run())
+
+
+def test_a_failure_is_raised_where_the_outputs_are_taken() -> None:
+    async def run() -> None:
+        bench = Bench("a", "b")
+        reader = Reader(bench.requests)
+        bench.step(0, "x")
+        await reader.next()
+        waiting = asyncio.ensure_future(reader.next())
+        await asyncio.sleep(0)
+        bench.outputs.fail(bench.requests[1], EngineGenerateError("broke", request_id="b"))
+        bench.requests[1].wake()
+        with pytest.raises(EngineGenerateError, match="broke"):
+            await waiting
+
+    asyncio.run(run())
