@@ -1,8 +1,7 @@
 """``BusyLoop``: what an engine process does in its main thread: handle events, do or start a step, and again.
 
-The input thread checks what arrives and puts it here as events (:class:`EventReceiver`). A step runs in this thread,
-or, for an executor that holds the interpreter lock, in a child process, and then its result is an event like any
-other: the loop never waits for it.
+A step runs in this thread, or, for an executor that holds the interpreter lock, in a child process, and then its result
+is an event like any other: the loop never waits for it.
 """
 
 from __future__ import annotations
@@ -12,67 +11,22 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from enum import Enum, auto
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from enginewire.engine.admission import Request
 from enginewire.engine.core import EngineCore
+from enginewire.engine.events import Event, EventKind, Events, Output
 from enginewire.engine.frontends import COORDINATOR
-from enginewire.engine.step import StepInput, StepOutput, error_output, run_step, synthetic_outputs
-from enginewire.engine.utilities import SHUTTING_DOWN, UTILITIES, Answered, failure_text, invoke_utility
+from enginewire.engine.step import StepInput, StepOutput, error_outputs, run_step, synthetic_outputs
+from enginewire.engine.utilities import SHUTTING_DOWN, Utilities
 from enginewire.errors import DuplicateRequestIdError, InvalidRequestError
-from enginewire.wire.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    SchedulerStats,
-    UtilityCall,
-    UtilityOutput,
-    utility_output,
-)
+from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats, UtilityCall
 
 if TYPE_CHECKING:
     from enginewire.engine.worker_process import ExecutorProcess
 
 logger = logging.getLogger(__name__)
-
-
-class EventKind(Enum):
-    """What happened; with each comes its argument."""
-
-    ADD = auto()
-    """A :class:`Request`, checked."""
-    ABORT = auto()
-    """A list of request ids."""
-    FRONTEND_LOST = auto()
-    """A client index: nobody is there any more who would want what its requests bring."""
-    START_WAVE = auto()
-    """The coordinator says that ranks in lock-step are to run: the wave, and the rank that knows already, if any."""
-    UTILITY = auto()
-    """A :class:`UtilityCall` that is not answered at once."""
-    STEP_DONE = auto()
-    """The :class:`StepOutput` of a step in another process."""
-    STOP = auto()
-    """Told to stop; ``None``."""
-    FAILED = auto()
-    """The engine cannot go on: an exception."""
-
-
-Event = tuple[EventKind, Any]
-Events = queue.SimpleQueue[Event]
-
-
-class Output(Protocol):
-    """Where messages for clients go: the output thread. Safe in any thread."""
-
-    def put(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
-        """Hand over a message, without waiting; ``method`` is the utility that it answers."""
-
-    def catch_up(self) -> None:
-        """Wait for the output thread if it is far behind."""
 
 
 class Phase(Enum):
@@ -86,7 +40,7 @@ class Phase(Enum):
 
 
 class BusyLoop:
-    """Drives an engine core until it is told to stop. Implements the input thread's ``Receiver``.
+    """Drives an engine core until it is told to stop.
 
     Args:
         core: the engine.
@@ -114,6 +68,7 @@ class BusyLoop:
         self._events = events
         self._output = output
         self._send = output.put
+        self._utilities = Utilities(core, output)
         self._child = child
         self._reports_load = reports_load
         self._backlog: deque[Event] = deque()
@@ -250,7 +205,7 @@ class BusyLoop:
     def _on_add(self, request: Request) -> None:
         if self.is_step_in_flight and self._backlog:  # must not overtake a utility call that waits for the step
             self._backlog.append((EventKind.ADD, request))
-        elif self._is_ending:
+        elif self.is_ending:
             aborted = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
             self._send(request.client_index, synthetic_outputs([aborted]))
         else:
@@ -264,7 +219,7 @@ class BusyLoop:
         logger.warning("%s; the newcomer is dropped, client_index=%d", exc, newcomer.client_index)
         # To the same client an ERROR would end the first one's stream, as both have one id.
         if first is not None and first.client_index != newcomer.client_index:
-            self.refuse_request(newcomer.request_id, newcomer.client_index, InvalidRequestError(str(exc)))
+            self._send(newcomer.client_index, error_outputs(newcomer.request_id, InvalidRequestError(str(exc))))
 
     def _on_abort(self, request_ids: list[str]) -> None:
         self._core.abort_requests(request_ids)
@@ -279,10 +234,10 @@ class BusyLoop:
     def _on_utility(self, call: UtilityCall) -> None:
         if self.is_step_in_flight:
             self._backlog.append((EventKind.UTILITY, call))
-        elif self._is_ending:
-            self._answer_failure(call, SHUTTING_DOWN)
+        elif self.is_ending:
+            self._utilities.refuse(call, SHUTTING_DOWN)
         else:
-            answer = self._invoke(call)
+            answer = self._utilities.invoke(call)
             self._flush_synthetic()  # the ABORT outputs of a pause come before its answer
             answer()
 
@@ -308,7 +263,8 @@ class BusyLoop:
     # The orderly end.
 
     @property
-    def _is_ending(self) -> bool:
+    def is_ending(self) -> bool:
+        """Whether nothing new is taken any more; for other threads, too."""
         return self.phase is not Phase.RUNNING
 
     def _seconds_to_drain(self) -> float | None:
@@ -332,73 +288,3 @@ class BusyLoop:
         logger.info("aborting all requests: %s", why)
         self.phase = Phase.STOPPING
         self._core.scheduler.abort_all()
-
-    # Called in the input thread.
-
-    def receive_request(self, request: EngineCoreRequest) -> None:
-        """Check a request and queue it; one that cannot be run is answered here and now."""
-        try:
-            self._events.put((EventKind.ADD, self._core.preprocess_add_request(request)))
-        except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this request only
-            self._send(request.client_index, synthetic_outputs([error_output(request.request_id, exc)]))
-
-    def receive_abort(self, request_ids: list[str]) -> None:
-        """Queue an abort."""
-        self._events.put((EventKind.ABORT, request_ids))
-
-    def receive_utility(self, call: UtilityCall) -> None:
-        """Answer a call that needs no executor, also in mid-step; queue the others."""
-        if UTILITIES.get(call.method) is not Answered.AT_ONCE:
-            self._events.put((EventKind.UTILITY, call))
-        elif self._is_ending:
-            self._answer_failure(call, SHUTTING_DOWN)
-        else:
-            self._invoke(call)()
-
-    def frontend_lost(self, client_index: int) -> None:
-        """Queue the end of a frontend."""
-        self._events.put((EventKind.FRONTEND_LOST, client_index))
-        self._send(client_index, EngineCoreOutputs())  # of nothing: lets go of what waits to be sent to it
-
-    def receive_start_wave(self, wave: int, excluded: int | None) -> None:
-        """Queue the coordinator's word."""
-        self._events.put((EventKind.START_WAVE, (wave, excluded)))
-
-    def refuse_request(self, request_id: str, client_index: int, why: InvalidRequestError) -> None:
-        """Answer a request with an ERROR output."""
-        self._send(client_index, synthetic_outputs([error_output(request_id, why)]))
-
-    def answer_utility(self, client_index: int, answer: UtilityOutput) -> None:
-        """Answer a utility call."""
-        self._send(client_index, EngineCoreOutputs(utility_output=answer))
-
-    def thread_failed(self, exc: BaseException) -> None:
-        """End the engine: one of its threads is gone."""
-        self._events.put((EventKind.FAILED, exc))
-
-    # Utility calls.
-
-    def _invoke(self, call: UtilityCall) -> Callable[[], None]:
-        """Call a utility; return what answers it."""
-        try:
-            result = invoke_utility(self._core, call.method, call.args)
-        except Exception as exc:  # noqa: BLE001 - it is the caller's to know
-            return partial(self._answer_failure, call, failure_text(call.method, exc))
-        if isinstance(result, Future):
-            return partial(result.add_done_callback, partial(self._answer_later, call))
-        return partial(self._answer, call, utility_output(call.call_id, result))
-
-    def _answer_later(self, call: UtilityCall, future: Future[Any]) -> None:
-        exc = future.exception()
-        if exc is None:
-            self._answer(call, utility_output(call.call_id, future.result()))
-        else:
-            text = str(exc)
-            self._answer_failure(call, text if text == SHUTTING_DOWN else failure_text(call.method, exc))
-
-    def _answer_failure(self, call: UtilityCall, text: str) -> None:
-        logger.warning("utility method=%s call_id=%d: %s", call.method, call.call_id, text)
-        self._answer(call, utility_output(call.call_id, failure_message=text))
-
-    def _answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
-        self._send(call.client_index, EngineCoreOutputs(utility_output=answer), call.method)

@@ -11,8 +11,9 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from enginewire.engine.admission import Request
-from enginewire.engine.busy_loop import BusyLoop, Events, Output, Phase
+from enginewire.engine.busy_loop import BusyLoop, Phase
 from enginewire.engine.core import EngineCore
+from enginewire.engine.events import Events, Output
 from enginewire.engine.frontends import COORDINATOR
 from enginewire.engine.ranks import NotAgreed, RankGroup, RankLost
 from enginewire.engine.spec import describe

@@ -16,13 +16,15 @@ import zmq
 from msgspec import UNSET
 
 from enginewire.config import EngineConfig
-from enginewire.engine.busy_loop import BusyLoop, EventKind, Events
+from enginewire.engine.busy_loop import BusyLoop
 from enginewire.engine.core import EngineCore
+from enginewire.engine.events import EventKind, Events
 from enginewire.engine.executor import Executor
 from enginewire.engine.frontends import Frontend
 from enginewire.engine.handshake import INIT_TIMEOUT_S, Handshake, ready_response
 from enginewire.engine.input_thread import InputThread
 from enginewire.engine.output_thread import OutputThread
+from enginewire.engine.receiver import EventReceiver
 from enginewire.engine.registry import load_executor_class
 from enginewire.engine.spec import EngineSpec, describe
 from enginewire.engine.step import StepOutput
@@ -162,6 +164,7 @@ class EngineCoreProc:
                 group=group,
                 has_coordinator=coordinator is not None,
             )
+        receiver = EventReceiver(core, self._events, output, lambda: loop.is_ending)
         num_ranks = 1 if group is None else group.size
         ready = ready_response(core, executor_name, spec.engine_index, addresses, told, num_ranks)
         self._input = InputThread(
@@ -171,12 +174,12 @@ class EngineCoreProc:
             spec.engine_index,
             ready,
             config,
-            loop,
+            receiver,
             coordinator=addresses.coordinator_input,
             # A process that was started by its only frontend ends with it: the lifeline sees to that.
             watch=not spec.local or len(addresses.inputs) > 1,
         )
-        output.start_for(loop)
+        output.start_for(receiver)
         self._input.start()
         self._input.connected.wait(CONNECT_TIMEOUT_S)
         if coordinator is not None:
@@ -184,7 +187,7 @@ class EngineCoreProc:
             while not self._input.all_listen.wait(SIGNAL_CHECK_S):
                 pass  # the handler of a signal has run, if there was one
         if group is not None:
-            group.watch(loop.thread_failed)
+            group.watch(receiver.thread_failed)
         self._loop = loop
 
     def run_busy_loop(self) -> None:

@@ -75,3 +75,8 @@ def error_output(request_id: str, exc: Exception) -> EngineCoreOutput:
 def synthetic_outputs(outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
     """Wrap outputs that no step made (ABORT, ERROR): no statistics, and the ids listed as finished (protocol G)."""
     return EngineCoreOutputs(outputs=outputs, finished_requests=[output.request_id for output in outputs])
+
+
+def error_outputs(request_id: str, exc: Exception) -> EngineCoreOutputs:
+    """Wrap the output that tells a client why its request failed."""
+    return synthetic_outputs([error_output(request_id, exc)])

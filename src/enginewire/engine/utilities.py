@@ -1,4 +1,4 @@
-"""Utility calls on the engine's side: which exist, and how arguments meet parameters.
+"""Utility calls on the engine's side: which exist, how arguments meet parameters, and who is answered what.
 
 The list is explicit: nothing else of the engine can be called from outside (protocol section F, defect 7).
 """
@@ -6,16 +6,24 @@ The list is explicit: nothing else of the engine can be called from outside (pro
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from enum import Enum
-from functools import cache
-from typing import Any, Final, get_type_hints
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 import msgspec
 
 from enginewire.engine.spec import describe_failure
-from enginewire.wire.messages import LoRARequest
+from enginewire.wire.messages import EngineCoreOutputs, LoRARequest, UtilityCall, UtilityOutput, utility_output
 from enginewire.wire.profile import adapter_from_wire
+
+if TYPE_CHECKING:
+    from enginewire.engine.core import EngineCore
+    from enginewire.engine.events import Output
+
+logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN: Final = "Server shutting down"
 
@@ -56,6 +64,40 @@ UTILITIES: Final = {
     "compute_weight_checksums": Answered.AT_ONCE,
 }
 """Every method of :class:`~enginewire.engine.core.EngineCore` that a frontend may call."""
+
+
+class Utilities:
+    """Calls an engine's utilities, and answers who called."""
+
+    def __init__(self, core: EngineCore, output: Output) -> None:
+        self._core = core
+        self._send = output.put
+
+    def invoke(self, call: UtilityCall) -> Callable[[], None]:
+        """Call a utility; return what answers it, now or when its future is done."""
+        try:
+            result = invoke_utility(self._core, call.method, call.args)
+        except Exception as exc:  # noqa: BLE001 - it is the caller's to know
+            return partial(self.refuse, call, failure_text(call.method, exc))
+        if isinstance(result, Future):
+            return partial(result.add_done_callback, partial(self._answer_later, call))
+        return partial(self._answer, call, utility_output(call.call_id, result))
+
+    def refuse(self, call: UtilityCall, text: str) -> None:
+        """Answer a call with a failure."""
+        logger.warning("utility method=%s call_id=%d: %s", call.method, call.call_id, text)
+        self._answer(call, utility_output(call.call_id, failure_message=text))
+
+    def _answer_later(self, call: UtilityCall, future: Future[Any]) -> None:
+        exc = future.exception()
+        if exc is None:
+            self._answer(call, utility_output(call.call_id, future.result()))
+        else:
+            text = str(exc)
+            self.refuse(call, text if text == SHUTTING_DOWN else failure_text(call.method, exc))
+
+    def _answer(self, call: UtilityCall, answer: UtilityOutput) -> None:
+        self._send(call.client_index, EngineCoreOutputs(utility_output=answer), call.method)
 
 
 def invoke_utility(core: object, method: str, args: Sequence[Any]) -> Any:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from enginewire.config import EngineConfig
-from enginewire.engine.busy_loop import BusyLoop, EventKind, Events, Phase
+from enginewire.engine.busy_loop import BusyLoop, Phase
 from enginewire.engine.core import EngineCore
+from enginewire.engine.events import EventKind, Events
 from enginewire.engine.executor import Executor
+from enginewire.engine.receiver import EventReceiver
 from enginewire.engine.step import StepInput, StepOutput, run_step
 from enginewire.executors import EchoExecutor
 from enginewire.wire.messages import (
@@ -61,6 +63,7 @@ class Harness:
         self.child = FakeChild(self.core.executor) if with_child else None
         child: Any = self.child
         self.loop = BusyLoop(self.core, self.events, self, child)
+        self.receiver = EventReceiver(self.core, self.events, self, lambda: self.loop.is_ending)
 
     def put(self, client_index: int, message: EngineCoreOutputs, method: str = "") -> None:
         if message.utility_output is not None:
@@ -86,17 +89,17 @@ class Harness:
 
     def add(self, request_id: str, client_index: int = 0, **params: Any) -> None:
         params.setdefault("max_tokens", 3)
-        self.loop.receive_request(
+        self.receiver.receive_request(
             EngineCoreRequest(
                 request_id, [1, 2, 3], sampling_params=SamplingParams(**params), client_index=client_index
             )
         )
 
     def abort(self, *request_ids: str) -> None:
-        self.loop.receive_abort(list(request_ids))
+        self.receiver.receive_abort(list(request_ids))
 
     def call(self, call_id: int, method: str, *args: Any) -> None:
-        self.loop.receive_utility(UtilityCall(0, call_id, method, list(args)))
+        self.receiver.receive_utility(UtilityCall(0, call_id, method, list(args)))
 
     def stop(self) -> None:
         self.events.put((EventKind.STOP, None))
@@ -162,7 +165,7 @@ def test_a_frontend_that_vanishes_during_a_step_takes_its_requests_along_and_no_
     h.in_step(
         2,
         lambda: h.add("c", client_index=1),
-        lambda: h.loop.frontend_lost(1),
+        lambda: h.receiver.frontend_lost(1),
         lambda: h.add("d", client_index=1),
     )
     for _ in range(3):
@@ -180,7 +183,7 @@ def test_a_frontend_that_vanishes_while_its_requests_wait_for_a_step_elsewhere_t
     h.turn()
     h.call(1, "list_loras")  # waits for the step, and what follows for it
     h.add("c", client_index=1)
-    h.loop.frontend_lost(1)
+    h.receiver.frontend_lost(1)
     h.turn()
     assert h.child is not None
     h.events.put((EventKind.STEP_DONE, h.child.result()))
@@ -192,7 +195,7 @@ def test_a_frontend_that_vanishes_while_its_requests_wait_for_a_step_elsewhere_t
 def test_a_request_that_cannot_run_is_answered_at_once() -> None:
     """Defect 8; C-60."""
     h = Harness()
-    h.loop.receive_request(EngineCoreRequest("a", [], sampling_params=SamplingParams(), client_index=2))
+    h.receiver.receive_request(EngineCoreRequest("a", [], sampling_params=SamplingParams(), client_index=2))
     assert h.log == [(2, "a", FinishReason.ERROR)]
 
 
@@ -339,7 +342,7 @@ def test_what_a_step_raises_ends_the_loop() -> None:
 
 def test_a_thread_that_is_gone_ends_the_loop() -> None:
     h = Harness()
-    h.loop.thread_failed(OSError("no more sockets"))
+    h.receiver.thread_failed(OSError("no more sockets"))
     with pytest.raises(OSError, match="no more sockets"):
         h.run()
 
