@@ -239,7 +239,7 @@ def check_tokens(plan: Plan, one: Got) -> None:
 
 def excuse_of(plan: Plan, cause: str) -> str | None:
     """Return why a request may fail like this; ``None``: it may not."""
-    if "killed by signal 9" not in cause and "it was taken out" not in cause:
+    if not any(sign in cause for sign in ("killed by signal 9", "it was taken out", "the connection to it was lost")):
         return None
     if plan.is_seeded and cause.endswith("seed: the random numbers begin anew"):
         return "seeded"

@@ -115,12 +115,14 @@ async def what_is_left(client: Any) -> dict[str, object]:
     return {name: what for name, what in left.items() if what}
 
 
-def run(name: str, seconds: float, show: Show, *, num_users: int, pace: float, factory: Any = None) -> None:
+def run(
+    name: str, seconds: float, show: Show, *, num_users: int, pace: float, factory: Any = None, **settings: Any
+) -> None:
     """Run one soak; if it fails, tell what happened last."""
     story = Story(name, seconds, show)
 
     async def main() -> None:
-        async with await AsyncLLM.create("echo", **SETTINGS) as llm:
+        async with await AsyncLLM.create("echo", **{**SETTINGS, **settings}) as llm:
             await soak(story, llm, num_users=num_users, pace=pace)
 
     try:
@@ -143,4 +145,13 @@ def test_a_quarter_of_a_minute(show: Show, caplog: pytest.LogCaptureFixture) -> 
 def test_many_minutes(show: Show, caplog: pytest.LogCaptureFixture) -> None:
     """Issue 6, shows: random kills, stops, scale steps, disconnects and aborts; counts return to zero, no leak."""
     caplog.set_level(logging.ERROR, "enginewire")
-    run("long", MINUTES * 60, show, num_users=32, pace=1.0, factory=uvloop.new_event_loop)
+    run("long", MINUTES * 40, show, num_users=32, pace=1.0, factory=uvloop.new_event_loop)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(MINUTES * 60 + 300)
+def test_over_tcp_who_is_stopped_for_long_is_lost(show: Show, caplog: pytest.LogCaptureFixture) -> None:
+    """Issue 6, shows: the same with heartbeats, for a third of the time."""
+    caplog.set_level(logging.ERROR, "enginewire")
+    heartbeat = {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
+    run("tcp", MINUTES * 20, show, num_users=32, pace=1.0, transport="tcp", **heartbeat)
