@@ -20,14 +20,14 @@ from client_harness import (
     request,
 )
 from enginewire import EngineDeadError, EngineUnavailableError, FinishReason, UtilityCallError
-from enginewire.client import async_mp, sync_mp
+from enginewire.client import async_mp, sync_receiver
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until
 from enginewire.wire.profile import V0_32
 
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_mp, "LOOK_MS", 20)
+    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
     monkeypatch.setattr(async_mp, "LOOK_S", 0.02)
 
 

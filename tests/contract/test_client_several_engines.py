@@ -17,7 +17,7 @@ from enginewire import (
     InvalidRequestError,
     UtilityCallError,
 )
-from enginewire.client import async_mp, sync_mp
+from enginewire.client import async_mp, sync_receiver
 from enginewire.client.dp import DPAsyncMPClient, DPLBAsyncMPClient
 from enginewire.client.status import EngineStatus
 from enginewire.client.sync_mp import SyncMPClient
@@ -33,7 +33,7 @@ Faces = tuple[Face, list[MockEngine]]
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_mp, "LOOK_MS", 20)
+    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
     monkeypatch.setattr(async_mp, "LOOK_S", 0.02)
 
 

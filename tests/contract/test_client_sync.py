@@ -172,25 +172,15 @@ def test_many_threads_shutting_down_wait_for_the_first(pair: tuple[Face, MockEng
 def test_an_answer_at_the_last_moment_is_not_a_time_out(pair: tuple[Face, MockEngine]) -> None:
     """The time-out fired, then the answer arrived, then the caller looked: a bare TimeoutError came out."""
     face, engine = pair
-    calls = mp_client(face).inbox.calls
-    started = calls.start
+    receiver = face.client._receiver
+    wait = receiver.wait
 
-    def start(method: str, waiter: Any, engine_index: int = 0) -> Any:
-        call = started(method, waiter, engine_index)
-        wait = waiter.result
+    def wait_too_long(is_there: Any, deadline: float | None) -> bool:
+        engine.answer_utility(engine.expect_utility(), "late")
+        assert wait(is_there, None)
+        return False
 
-        def result(timeout: float | None = None) -> Any:
-            if not waiter.done():
-                asked = engine.expect_utility()
-                engine.answer_utility(asked, "late")
-                wait_until(waiter.done, PATIENCE_S, "the answer")
-                raise TimeoutError
-            return wait(timeout)
-
-        waiter.result = result
-        return call
-
-    calls.start = start  # type: ignore[method-assign]
+    receiver.wait = wait_too_long
     assert face.client.call_utility("is_sleeping", timeout=5) == "late"
 
 
