@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from enginewire import EngineCoreOutputs, EngineDeadError, FinishReason, Utility
 from enginewire.client import async_mp, sync_receiver
 from enginewire.errors import DuplicateRequestIdError, EncodeError
 from enginewire.testing import MockEngine, mock_ready, wait_until
+from enginewire.transport import sockets
 from enginewire.wire.arrays import LogprobsLists, Tensor
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ENGINE_CORE_DEAD
@@ -123,24 +125,21 @@ def test_a_request_that_cannot_be_encoded_leaves_nothing(pair: tuple[Face, MockE
     assert_serves(face, engine, "a")
 
 
-def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[Face, MockEngine]) -> None:
+def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(
+    pair: tuple[Face, MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C between two frames: what is sent next would have become further frames of the message that was begun."""
     face, engine = pair
     client = mp_client(face)
-    link = client.engines[0].link
-    real = link.input_socket
+    send, calls, ours = sockets._send, itertools.count(1), client.engines[0].link.input_socket
 
-    class Interrupted:
-        calls = 0
+    def interrupted(socket: Any, frame: Any, flags: int) -> Any:
+        if socket is ours and next(calls) == 3:
+            raise KeyboardInterrupt
+        return send(socket, frame, flags)
 
-        def send(self, frame: Any, flags: int = 0, **kwargs: Any) -> Any:
-            self.calls += 1
-            if self.calls == 3:
-                raise KeyboardInterrupt
-            return real.send(frame, flags, **kwargs)
-
-    link.input_socket = Interrupted()  # type: ignore[assignment]
-    try:
+    with monkeypatch.context() as patches:
+        patches.setattr(sockets, "_send", interrupted)
         if face.loop is None:
             with pytest.raises(KeyboardInterrupt):
                 face.add_request(request("cut"))
@@ -151,8 +150,6 @@ def test_a_message_cut_off_in_the_middle_does_not_run_into_the_next(pair: tuple[
                     await face.client.add_request_async(request("cut"))
 
             face.loop.run(add())
-    finally:
-        link.input_socket = real
     assert not client.inbox.live
     # The fake engine is stricter than a real one, which drops the half message with a log line.
     wait_until(lambda: engine._failure, PATIENCE_S, "the half message")

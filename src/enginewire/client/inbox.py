@@ -110,10 +110,11 @@ class Inbox:
             return False
         if message.utility_output is None:
             return True
-        if any(engine.index == message.engine_index for engine in link.engines):
-            self.calls.finish(message.utility_output, message.engine_index)
+        index, sole = message.engine_index, link.sole
+        if sole.index == index if sole is not None else any(engine.index == index for engine in link.engines):
+            self.calls.finish(message.utility_output, index)
         else:
-            self.drop(f"an answer of engine {message.engine_index}, which is not ours")
+            self.drop(f"an answer of engine {index}, which is not ours")
         return False
 
     # The consumer's side.

@@ -125,23 +125,27 @@ class SyncReceiver:
             RuntimeError: this thread was interrupted while it receives, and would wait for itself.
         """
         while not is_there():
-            is_tired = self._read(is_there, deadline)
+            if not self._is_wanted and self._role.acquire(blocking=False):
+                try:
+                    if self._read(is_there, deadline):
+                        return True
+                finally:
+                    self._leave()
+                is_tired = not self._is_wanted
+            else:
+                is_tired = False
             limit = None if deadline is None else deadline - monotonic()
-            if is_there():
-                return True
             if limit is not None and limit <= 0:
-                return False
+                return is_there()
             self._follow(is_there, limit, is_tired=is_tired)
         return True
 
     def _read(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
-        """Read until ``is_there`` if the role is free; whether nothing came for a while."""
-        if self._is_wanted or not self._role.acquire(blocking=False):
-            return False
+        """Read until ``is_there``; ``False``: nothing comes, or the thread is to read."""
+        self._reader = threading.get_ident()
+        self._num_reads += 1
+        link = self._direct
         try:
-            self._reader = threading.get_ident()
-            self._num_reads += 1
-            link = self._direct
             while link is not None and not self._is_wanted and self.end is None:
                 began = monotonic()
                 if deadline is not None and deadline - began < DIRECT_MS / 1000:
@@ -149,17 +153,15 @@ class SyncReceiver:
                     self._take(link, receive_message(link.output_socket))
                 else:
                     self._take(link, receive_message(link.output_socket, 0))
-                if monotonic() - began < BURST_S:
+                if self.arrived and monotonic() - began < BURST_S:
                     self._drain(link)
                 if is_there():
-                    return False
+                    return True
         except zmq.Again:
-            return True
+            return False
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._fail(exc)
-        finally:
-            self._leave()
-        return link is None
+        return False
 
     def _follow(self, is_there: Callable[[], bool], limit: float | None, *, is_tired: bool) -> None:
         """Wait until somebody else has received something, or has left the role."""

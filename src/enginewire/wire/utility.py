@@ -62,15 +62,15 @@ def utility_result(output: UtilityOutput, *, allow_pickle: bool = False) -> Any:
         DecodeError: it is no ``[typeinfo, value]`` pair; or it states Python types or holds a pickle, as a peer with
             pickle switched on sends, and ``allow_pickle`` is off.
     """
-    match output.result:
-        case None:
-            return None
-        case [typeinfo, value]:
-            if typeinfo is not None and not allow_pickle:
-                raise DecodeError(PICKLE_REFUSED)
-            return _without_pickles(value, allow_pickle=allow_pickle)
-        case _:
-            raise DecodeError(f"a utility result must be [typeinfo, value], got {type(output.result).__name__}")
+    result = output.result
+    if result is None:
+        return None
+    if not isinstance(result, list) or len(result) != 2:
+        raise DecodeError(f"a utility result must be [typeinfo, value], got {type(result).__name__}")
+    typeinfo, value = result
+    if typeinfo is not None and not allow_pickle:
+        raise DecodeError(PICKLE_REFUSED)
+    return _without_pickles(value, allow_pickle=allow_pickle) if isinstance(value, (list, dict, Ext)) else value
 
 
 def _without_pickles(value: Any, *, allow_pickle: bool) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from enginewire import ConfigError, EngineConfig
+from enginewire.transport import sockets
 from enginewire.transport.endpoints import Endpoints, choose_endpoints, is_ipv6, tcp_host
 from enginewire.transport.sockets import bind_also, bind_pull, bind_router, send_message
 
@@ -156,8 +157,9 @@ class FakeSocket:
 
 @pytest.mark.parametrize("arrays", [[], [b"array", b"another"]])
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_a_message_that_is_cut_off_is_ended(fail_at: int, arrays: list[bytes]) -> None:
+def test_a_message_that_is_cut_off_is_ended(fail_at: int, arrays: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between two frames: the next message became the rest of this one."""
+    monkeypatch.setattr(sockets, "_send", FakeSocket.send)
     socket = FakeSocket(fail_at, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         send_message(socket, (b"id", b"type", b"payload"), arrays)  # type: ignore[arg-type]

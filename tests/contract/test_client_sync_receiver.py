@@ -1,0 +1,137 @@
+"""Who receives for ``SyncMPClient``: whoever waits, or its thread (decision 18)."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from client_harness import PATIENCE_S, Face, assert_serves, mock_face, output
+from enginewire import ClientClosedError
+from enginewire.client import sync_receiver
+from enginewire.client.sync_receiver import SyncReceiver
+from enginewire.testing import MockEngine, wait_until
+
+Interrupt = Callable[[Face, Callable[[], object], Callable[[], object]], None]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Face, MockEngine]]:
+    """A client whose callers go on receiving for some time."""
+    monkeypatch.setattr(sync_receiver, "DIRECT_MS", 2000)
+    with mock_face("sync") as pair:
+        yield pair
+
+
+@pytest.fixture
+def interrupt_when_receiving() -> Iterator[Interrupt]:
+    """Have the main thread run a signal handler in the middle of receiving, and another thread something after that."""
+    threads: list[threading.Thread] = []
+    main = threading.get_ident()
+    previous = signal.getsignal(signal.SIGUSR1)
+
+    def interrupt(face: Face, handler: Callable[[], object], then: Callable[[], object]) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: handler())
+
+        def run() -> None:
+            wait_until(lambda: receiver_of(face)._reader == main, PATIENCE_S, "the caller to receive")
+            signal.pthread_kill(main, signal.SIGUSR1)
+            then()
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+
+    yield interrupt
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def receiver_of(face: Face) -> SyncReceiver:
+    receiver = face.client._receiver
+    assert isinstance(receiver, SyncReceiver)
+    return receiver
+
+
+def let_callers_receive(face: Face, engine: MockEngine) -> None:
+    """Have the thread hand a message over, after which it leaves receiving to callers."""
+    waiting = face.start("get_output")
+    wait_until(lambda: receiver_of(face)._num_followers, PATIENCE_S, "the caller to wait")
+    engine.send_outputs([output("r", [1])])
+    assert waiting.result(PATIENCE_S).outputs[0].new_token_ids == [1]
+    wait_until(lambda: receiver_of(face)._reader is None, PATIENCE_S, "the thread to leave receiving to callers")
+
+
+def test_who_receives_hands_over_what_others_wait_for(pair: tuple[Face, MockEngine]) -> None:
+    face, engine = pair
+    let_callers_receive(face, engine)
+    consumer = face.start("get_output")
+    wait_until(lambda: receiver_of(face)._reader, PATIENCE_S, "the consumer to receive")
+    call = face.start("call_utility", "is_sleeping")
+    engine.answer_utility(engine.expect_utility("is_sleeping"), True)
+    assert call.result(PATIENCE_S) is True
+    engine.send_outputs([output("r", [2])])
+    assert consumer.result(PATIENCE_S).outputs[0].new_token_ids == [2]
+
+
+def test_what_comes_while_nobody_waits_is_received_by_the_thread(pair: tuple[Face, MockEngine]) -> None:
+    """A backlog is ours, still encoded, and not ZeroMQ's: it would take twice the memory there."""
+    face, engine = pair
+    let_callers_receive(face, engine)
+    for i in range(100):
+        engine.send_outputs([output("r", [i])])
+    wait_until(lambda: len(receiver_of(face).arrived) == 100, PATIENCE_S, "all messages to be received")
+    assert [face.get_output().outputs[0].new_token_ids for _ in range(100)] == [[i] for i in range(100)]
+
+
+def test_an_interrupted_caller_leaves_receiving_to_others(
+    pair: tuple[Face, MockEngine], interrupt_when_receiving: Interrupt
+) -> None:
+    """Ctrl-C."""
+    face, engine = pair
+    let_callers_receive(face, engine)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    interrupt_when_receiving(face, interrupt, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        face.client.get_output()
+    assert receiver_of(face)._reader is None
+    assert_serves(face, engine)
+
+
+def test_a_signal_handler_may_shut_the_client_down(
+    pair: tuple[Face, MockEngine], interrupt_when_receiving: Interrupt
+) -> None:
+    """C-22: while another call is waiting, which is the same thread's here."""
+    face, engine = pair
+    let_callers_receive(face, engine)
+    interrupt_when_receiving(face, lambda: face.client.shutdown(), lambda: None)
+    with pytest.raises(ClientClosedError):
+        face.client.get_output()
+    wait_until(lambda: face.client.resources.context.closed, PATIENCE_S, "the sockets to be closed")
+
+
+def test_a_signal_handler_that_would_wait_for_itself_is_told(
+    pair: tuple[Face, MockEngine], interrupt_when_receiving: Interrupt
+) -> None:
+    face, engine = pair
+    let_callers_receive(face, engine)
+    errors: list[str] = []
+
+    def handler() -> None:
+        try:
+            face.client.call_utility("is_sleeping")
+        except RuntimeError as exc:
+            errors.append(str(exc))
+
+    interrupt_when_receiving(
+        face, handler, lambda: (engine.expect_utility("is_sleeping"), engine.send_outputs([output("r", [3])]))
+    )
+    assert face.client.get_output().outputs[0].new_token_ids == [3]
+    assert len(errors) == 1
+    assert "in another thread" in errors[0]
+    assert face.pending_calls() == 0
