@@ -92,7 +92,7 @@ class BackgroundResources:
             if has_stopped:
                 self.release_sockets()
             else:
-                logger.warning("the event loop is busy and does not give its sockets back; they will be closed there")
+                logger.warning("the receiver is busy and does not give its sockets back yet; it will close them itself")
             if self.endpoints is not None:
                 self.endpoints.remove()
 

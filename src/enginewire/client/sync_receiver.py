@@ -239,9 +239,8 @@ class SyncReceiver:
 
     def _receive(self) -> None:
         are_callers_quick = False
+        self._use(self._inbox.links)
         while not self._is_stopping and self.end is None:
-            if self._links is not self._inbox.links:
-                self._use(self._inbox.links)
             has_received = self._step(0 if are_callers_quick else LOOK_MS)
             if self._direct is not None and (are_callers_quick or (has_received and self._num_followers)):
                 are_callers_quick = self._let_callers_read()
@@ -290,6 +289,8 @@ class SyncReceiver:
         with self._resources.send_lock:
             news = self._lookout.look(now)
         self.arrived.extend(news)
+        if self._links is not self._inbox.links:
+            self._use(self._inbox.links)  # before callers may read: some have been closed
         if self._engines.death is not None:
             self.finish(self._engines.death.exception)
 

@@ -160,6 +160,8 @@ _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST: Final = int(zmq.NOBLOCK)
 """Plain ints: combining pyzmq's enums costs more than sending a small frame."""
 
+_READABLE: Final = int(zmq.POLLIN)
+
 _send: Final = zmq.backend.Socket.send
 """Without what ``zmq.Socket.send`` does first, for kinds of sockets that are not ours: twice a small frame's cost."""
 
@@ -209,6 +211,11 @@ def receive_message(socket: zmq.Socket[bytes], flags: int = _LAST) -> list[bytes
         frame = socket.recv(_LAST, False)
         frames.append(frame.bytes)
     return frames
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there to be received. After this, the socket's descriptor tells of the next one."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
