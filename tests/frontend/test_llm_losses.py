@@ -9,7 +9,7 @@ import pytest
 
 from client_harness import PATIENCE_S, Face, mock_faces, output
 from enginewire import LLM, EngineDeadError, RequestLostError, RequestOutput, SamplingParams
-from enginewire.client import sync_mp
+from enginewire.client import sync_receiver
 from enginewire.testing import MockEngine
 
 PARAMS = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_mp, "LOOK_MS", 20)
+    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
 
 
 def generating(
