@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_executors import WorksOnce
 
 from client_harness import MP_FACES, PATIENCE_S, echo_face, mp_client, request
 from enginewire import LLM, AsyncLLM, FinishReason, RequestOutput, SamplingParams
@@ -111,27 +113,26 @@ async def served_by(llm: AsyncLLM, rank: int) -> int | None:
 
 @pytest.mark.anyio
 @pytest.mark.timeout(300)
-async def test_one_of_four_is_killed_under_64_streams_ten_times_in_a_row() -> None:
+async def test_one_of_four_is_killed_under_64_streams_each_once() -> None:
     """Issue 6, shows: 0 failed, every text as if undisturbed, and the engine is back and serving."""
     async with AsyncLLM("echo", **SETTINGS) as llm:
         client = mp_client_of(llm)
         undisturbed = await streams(llm)
         assert {told.finish_reason for told in undisturbed} == {"length", "stop"}
-        for i in range(10):
-            victim = i % 4
+        for victim in range(4):
             num_started = asyncio.Semaphore(0)
             running = asyncio.ensure_future(streams(llm, num_started))
             for _ in range(NUM_STREAMS):
                 await num_started.acquire()
             kill(client, victim)
-            assert await running == undisturbed, f"round {i}"
+            assert await running == undisturbed, f"engine {victim}"
             async with asyncio.timeout(START_S):
-                while not (status := llm.engine_statuses()[victim]).num_restarts > i // 4 or status.state != "ready":
+                while not (status := llm.engine_statuses()[victim]).num_restarts or status.state != "ready":
                     await asyncio.sleep(0.05)
             assert await served_by(llm, victim) == victim
         statuses = llm.engine_statuses()
-        assert [status.num_restarts for status in statuses] == [3, 3, 2, 2]
-        assert sum(status.num_moved for status in statuses) > 5 * NUM_STREAMS // 4, "of up to ten times as many"
+        assert [status.num_restarts for status in statuses] == [1, 1, 1, 1]
+        assert sum(status.num_moved for status in statuses) > NUM_STREAMS // 2, "of up to twice as many"
         assert sum(status.num_lost for status in statuses) == 0
         assert client.inbox.live == set()
         assert all(not engine.live for engine in client.engines)
@@ -244,11 +245,11 @@ def test_a_request_that_three_engines_did_not_survive_is_not_sent_to_a_fourth(ki
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_a_request_that_finds_no_engine_in_time_fails_with_the_cause(kind: str) -> None:
+def test_a_request_that_finds_no_engine_in_time_fails_with_the_cause(kind: str, tmp_path: Path) -> None:
     """failover_timeout_s."""
-    options = {"step_time_s": 0.01, "load_time_s": 5.0}
+    options = {"step_time_s": 0.01, "mark": str(tmp_path / "mark"), "then": "hang"}
     settings = {**RESUME, "data_parallel_size": 1, "failover_timeout_s": 1.0, "executor_options": options}
-    with echo_face(kind, **settings) as face:
+    with echo_face(kind, WorksOnce, **settings) as face:
         face.add_request(request("r", max_tokens=100_000))
         face.add_request(request("aborted", max_tokens=100_000))
         face.outputs(2)

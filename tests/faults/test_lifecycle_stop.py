@@ -149,11 +149,11 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_ten_rounds_of_start_serve_and_stop_leave_nothing(kind: str) -> None:
+def test_six_rounds_of_start_serve_and_stop_leave_nothing(kind: str) -> None:
     """Issue 2, shows: no process, thread, descriptor, socket file (the leak check) or shared memory."""
     before = shared_memory()
     descriptors: list[int] = []
-    for round_ in range(10):
+    for round_ in range(6):
         with echo_face(kind, Obedient, hello_timeout_s=60) as face:
             pid = engine_pid(face)
             face.add_request(request("a", max_tokens=3))
