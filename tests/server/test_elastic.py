@@ -304,3 +304,15 @@ def test_a_server_that_is_told_to_stop_while_it_grows_leaves_nothing_behind() ->
         with contextlib.suppress(httpx.TransportError):  # closed, where it did not come to an answer
             assert growing.result(START_S).status_code in (200, 503)
         wait_until(lambda: not any(engine.is_running() for engine in engines), "no engine is left")
+
+
+def test_several_server_processes_fail_over_each_its_own_requests() -> None:
+    flags = ["-dp", "3", "--api-server-count", "2", "--failover", "resume", *STEP]
+    with serve("echo", *flags) as served, Load(served, 24, 150) as load:
+        wait_until(lambda: min(per_engine(served, "vllm:num_requests_running")) >= 3, "all are busy", START_S)
+        served.engines()[1].kill()
+        wait_until(lambda: total(served, "enginewire:engine_deaths_total") == 1, "it is noticed")
+        load.go_on(48)
+        assert per_engine(served, "enginewire:requests_resumed_total")[1] >= 3
+        assert total(served, "enginewire:requests_lost_total") == 0
+    assert load.failures == []

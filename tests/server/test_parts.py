@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +29,7 @@ from enginewire.errors import (
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.frontend.logprobs import Logprob
 from enginewire.frontend.requests import RequestState
+from enginewire.server import http
 from enginewire.server.access_log import LogfmtFormatter, current_request_id, quoted
 from enginewire.server.admission import Admission
 from enginewire.server.conversation import render
@@ -41,7 +42,7 @@ from enginewire.server.errors import (
 )
 from enginewire.server.generation import Generation, Job
 from enginewire.server.health import EngineMonitor
-from enginewire.server.http import ResponseSender, client_present, read_body
+from enginewire.server.http import ASGIMessage, ResponseSender, client_present, read_body
 from enginewire.server.openai.logprobs import chat_logprobs, completion_logprobs
 from enginewire.server.openai.tool_calls import ToolCallReader
 from enginewire.server.settings import ServerSettings, default_model_name, is_loopback
@@ -167,6 +168,77 @@ def test_disconnect_after_the_response_is_none() -> None:
             await sender.finish()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+# Streams.
+
+
+async def silent_after(first: bytes, rest: asyncio.Future[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield events: the second when the test says so."""
+    yield first
+    yield await rest
+
+
+def test_a_stream_that_is_silent_for_long_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies cut connections that look dead."""
+    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.01)
+    written: list[bytes] = []
+
+    async def run() -> None:
+        rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def send(message: ASGIMessage) -> None:
+            written.append(message.get("body", b""))
+            if written.count(http.KEEP_ALIVE) == 2 and not rest.done():
+                rest.set_result(http.DONE)
+
+        stream = await http.EventStream.begin(silent_after(b"data: 1\n\n", rest))
+        async with asyncio.timeout(30):
+            await stream.send(ResponseSender(send, {}))
+
+    asyncio.run(run())
+    assert written[:4] == [b"", b"data: 1\n\n", http.KEEP_ALIVE, http.KEEP_ALIVE]
+    assert written[-1] == http.DONE
+
+
+def test_a_stream_that_its_client_does_not_read_gets_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not silent, it is held up; a comment would wait with the rest, and could come after the end."""
+    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.001)
+    written: list[bytes] = []
+
+    async def run() -> None:
+        rest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        rest.set_result(http.DONE)
+
+        async def send(message: ASGIMessage) -> None:
+            written.append(message.get("body", b""))
+            if message.get("body") == b"data: 1\n\n":
+                await asyncio.sleep(0.05)
+
+        await (await http.EventStream.begin(silent_after(b"data: 1\n\n", rest))).send(ResponseSender(send, {}))
+
+    asyncio.run(run())
+    assert written == [b"", b"data: 1\n\n", http.DONE]
+
+
+def test_a_stream_that_fails_or_is_cancelled_ends_what_makes_it() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[bytes] = loop.create_future()
+        failed.set_exception(OverloadedError(3))
+        with pytest.raises(OverloadedError):
+            await (await http.EventStream.begin(silent_after(b"1", failed))).send(ResponseSender(sent_nowhere, {}))
+        never: asyncio.Future[bytes] = loop.create_future()
+        stream = await http.EventStream.begin(silent_after(b"1", never))
+        sending = asyncio.create_task(stream.send(ResponseSender(sent_nowhere, {})))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert never.cancelled(), "nobody waits for it any longer"
 
     asyncio.run(run())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import parse_qsl
@@ -75,6 +76,7 @@ class ResponseSender:
         self._headers = headers
         self.status: int | None = None
         self.is_complete = False
+        self._written_at: float | None = None
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers, with those that every response has."""
@@ -87,7 +89,13 @@ class ResponseSender:
 
     async def write(self, data: bytes) -> None:
         """Send part of the body. Waits while the client does not read, which is what bounds our memory."""
+        self._written_at = None
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._written_at = time.monotonic()
+
+    def is_silent(self, for_s: float) -> bool:
+        """Whether nothing was written for so long. What the client has not read yet, and holds up the rest, is not."""
+        return self._written_at is not None and time.monotonic() - self._written_at >= for_s
 
     async def finish(self, data: bytes = b"") -> None:
         """Send the last part."""
@@ -130,6 +138,13 @@ def event(value: object) -> bytes:
 
 DONE: Final = b"data: [DONE]\n\n"
 
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment, which clients skip."""
+
+KEEP_ALIVE_S: Final = 15.0
+"""A stream that is silent for so long, or up to twice that, gets a comment. Proxies cut connections that look dead, many
+after 60 s, and an engine may be paused, or a request wait for another engine."""
+
 
 class EventStream:
     """Server-sent events whose first part is there; make one with :meth:`begin`. The last part ends with ``DONE``."""
@@ -146,8 +161,17 @@ class EventStream:
     async def send(self, sender: ResponseSender) -> None:
         """Send the events as they come."""
         # In a task of its own: with every token a task is resumed through all the coroutines that it is in, and that
-        # would be ten here. Cancelling us cancels it.
-        await asyncio.create_task(self._send(sender), name="enginewire-stream")
+        # would be ten here.
+        sending = asyncio.create_task(self._send(sender), name="enginewire-stream")
+        try:
+            while not (await asyncio.wait({sending}, timeout=KEEP_ALIVE_S))[0]:
+                if sender.is_silent(KEEP_ALIVE_S):
+                    await sender.write(KEEP_ALIVE)
+        except BaseException:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            raise
+        sending.result()
 
     async def _send(self, sender: ResponseSender) -> None:
         async with contextlib.aclosing(self._rest) as rest:
