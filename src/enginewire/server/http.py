@@ -142,8 +142,8 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment, which clients skip."""
 
 KEEP_ALIVE_S: Final = 15.0
-"""A stream that is silent for so long, or up to twice that, gets a comment. Proxies cut connections that look dead, many
-after 60 s, and an engine may be paused, or a request wait for another engine."""
+"""A stream that is silent for so long, or up to twice that, gets a comment. Proxies cut connections that look dead,
+many after 60 s, and an engine may be paused, or a request wait for another engine."""
 
 
 class EventStream:
