@@ -247,7 +247,7 @@ class BusyLoop:
         elif self.phase is Phase.RUNNING:
             timeout_s = self._core.config.shutdown_timeout_s
             logger.info("told to stop, shutdown_timeout_s=%g", timeout_s)
-            self._core.fail_pauses(SHUTTING_DOWN)
+            self._core.pauses.fail(SHUTTING_DOWN)
             if timeout_s > 0:
                 self.phase = Phase.DRAINING
                 self._drain_deadline = time.monotonic() + timeout_s

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from enginewire.config import EngineConfig
 from enginewire.engine.admission import Request
 from enginewire.engine.executor import Executor
-from enginewire.engine.scheduler import PauseMode, PauseState, Scheduler
+from enginewire.engine.pauses import Pauses
+from enginewire.engine.scheduler import PauseState, Scheduler
 from enginewire.engine.step import StepInput, StepOutput, run_step
 from enginewire.engine.validate import check_request
 from enginewire.errors import ConfigError
@@ -74,15 +75,12 @@ class EngineCore:
         )
         self._is_asleep = self.executor.is_sleeping
         """As of the last call; for other threads, as the executor itself is called by one thread only."""
-        self._pauses: list[tuple[Future[None], Callable[[], None]]] = []
-        """Pauses that wait for running requests to end, each with what is to be done then."""
-        self.pauses_need_agreement = False
-        """Pauses are complete when all ranks in lock-step are ready for them; see :class:`LockStepLoop`."""
+        self.pauses = Pauses(self.scheduler, self.executor)
         self.step_fn = self.step
 
     def shutdown(self) -> None:
         """Release the executor. Called once, last."""
-        self.fail_pauses("the engine is shutting down")
+        self.pauses.fail("the engine is shutting down")
         self.executor.shutdown()
 
     # Requests.
@@ -140,26 +138,8 @@ class EngineCore:
         return messages
 
     def post_step(self) -> None:
-        """Do what had to wait for a step's outputs to be on their way: complete pauses whose requests have ended."""
-        if self._pauses and not self.pauses_need_agreement and not self.scheduler.num_running:
-            self.complete_pauses()
-
-    @property
-    def has_pending_pause(self) -> bool:
-        """Whether somebody waits for a pause."""
-        return bool(self._pauses)
-
-    @property
-    def is_ready_to_pause(self) -> bool:
-        """Whether nothing runs that a pause has to wait for."""
-        return self.scheduler.pause_state is PauseState.PAUSED_ALL or not self.scheduler.num_running
-
-    def complete_pauses(self) -> None:
-        """Do what was to be done in the pauses, and tell those who wait for them."""
-        self._forget_aborted()
-        pauses, self._pauses = self._pauses, []
-        for future, then in pauses:
-            _complete(future, then)
+        """Do what had to wait for a step's outputs to be on their way."""
+        self.pauses.post_step()
 
     # Utilities that read.
 
@@ -237,10 +217,7 @@ class EngineCore:
         """
         if self._is_asleep:
             raise ValueError("the executor is asleep; call wake_up")
-        if self._pauses and self.pauses_need_agreement:
-            raise RuntimeError("resume_scheduler called while pause is still in flight; wait for its answer")
-        self.fail_pauses("the scheduler was resumed before the pause was complete")
-        self.scheduler.pause_state = PauseState.UNPAUSED
+        self.pauses.resume()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
         """Pause, then give up memory: level 0 none, 1 weights and KV cache, 2 everything.
@@ -278,33 +255,10 @@ class EngineCore:
             self.resume_scheduler()
         return not self._is_asleep
 
-    def fail_pauses(self, why: str) -> None:
-        """Tell those who wait for a pause that it will not come."""
-        pauses, self._pauses = self._pauses, []
-        for future, _ in pauses:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(RuntimeError(why))
-
     def _pause(self, mode: str, then: Callable[[], None]) -> Future[None] | None:
-        if mode not in get_args(PauseMode):
-            raise ValueError(f"Invalid pause mode: {mode}")
         if mode == "wait" and self._is_asleep and self.scheduler.num_running:
             raise ValueError("the requests kept by this pause cannot finish while the executor sleeps; call wake_up")
-        if mode == "abort":
-            self.scheduler.abort_all()
-        self.scheduler.pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
-        if self.pauses_need_agreement or (mode == "wait" and self.scheduler.num_running):
-            future: Future[None] = Future()
-            self._pauses.append((future, then))
-            return future
-        self._forget_aborted()
-        then()
-        return None
-
-    def _forget_aborted(self) -> None:
-        """Make the executor idle now, not at the next step: what follows may be a cache reset or sleep."""
-        if aborts := self.scheduler.take_aborts():
-            self.executor.abort_requests(aborts)
+        return self.pauses.begin(mode, then)
 
     def _clear_cache(self) -> None:
         if self.capabilities.prefix_caching and not self._is_asleep:
@@ -374,15 +328,3 @@ class EngineCore:
     ) -> list[Any]:
         """Call a method of every worker by name; return one result per worker."""
         return self.executor.collective_rpc(method, timeout, args, kwargs)
-
-
-def _complete(future: Future[None], then: Callable[[], None]) -> None:
-    """Finish a pause. Whatever goes wrong is its caller's to know, not the loop's to die of (defect 10)."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        then()
-    except Exception as exc:  # noqa: BLE001 - see above
-        future.set_exception(exc)
-    else:
-        future.set_result(None)

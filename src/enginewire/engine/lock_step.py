@@ -56,7 +56,7 @@ class LockStepLoop(BusyLoop):
         self._waves = Waves(group.rank)
         self._is_stepping = False
         """Whether what the executor was told last is a step, and not only to forget requests."""
-        core.pauses_need_agreement = True
+        core.pauses.need_agreement = True
 
     # Steps.
 
@@ -89,16 +89,16 @@ class LockStepLoop(BusyLoop):
         core = self._core
         agreement = self._group.agree(
             # A rank that is to pause goes on until all are: the others must not rest without it.
-            has_work=core.scheduler.has_steps() or core.has_pending_pause,
-            pauses=core.has_pending_pause and core.is_ready_to_pause,
+            has_work=core.scheduler.has_steps() or core.pauses.is_pending,
+            pauses=core.pauses.is_pending and core.pauses.is_ready,
             give_up=self._is_stopped,
         )
         complete = self._waves.agreed(any_has_work=agreement.any_has_work, all_pause=agreement.all_pause)
         if complete is not None:
             self._wave_completed(complete)
         if agreement.all_pause:
-            core.complete_pauses()
-            core.pauses_need_agreement = False
+            core.pauses.complete()
+            core.pauses.need_agreement = False
 
     def _wave_completed(self, wave: int) -> None:
         logger.debug("wave %d is complete", wave)
@@ -128,10 +128,10 @@ class LockStepLoop(BusyLoop):
     def _on_utility(self, call: UtilityCall) -> None:
         super()._on_utility(call)
         core, waves = self._core, self._waves
-        if core.has_pending_pause and not waves.is_paused:
+        if core.pauses.is_pending and not waves.is_paused:
             self._tell_start(waves.pause_pending())
-        elif waves.is_paused and (core.has_pending_pause or not core.is_scheduler_paused()):
-            core.pauses_need_agreement = True
+        elif waves.is_paused and (core.pauses.is_pending or not core.is_scheduler_paused()):
+            core.pauses.need_agreement = True
             self._tell_start(waves.resume())
 
     # The end.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from enginewire.config import SchedulingPolicy
 from enginewire.engine.admission import AdmissionQueue, Request
@@ -33,9 +33,6 @@ from enginewire.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-PauseMode = Literal["abort", "wait", "keep"]
 
 STATS_INTERVAL_S: Final = 0.05
 """How often statistics are reported while the same requests run. In every step they cost a small model 2 % of its
