@@ -6,13 +6,13 @@ import contextlib
 import json
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import commands
 import httpx
 import pytest
 from netns import Host, two_hosts
@@ -92,34 +92,13 @@ class Stream(threading.Thread):
 
 
 @contextlib.contextmanager
-def command(host: Host, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a command line on a host; its stderr goes to the test's."""
-    with host.entered():
-        process = subprocess.Popen([sys.executable, "-m", "enginewire", *words], stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-@contextlib.contextmanager
 def server(host: Host, *words: str) -> Iterator[Server]:
-    with command(host, "serve", "echo", "--port", str(HTTP_PORT), "-dpa", host.address, *HEARTBEAT, *words):
+    with commands.command(host, "serve", "echo", "--port", str(HTTP_PORT), "-dpa", host.address, *HEARTBEAT, *words):
         yield Server(host, f"http://127.0.0.1:{HTTP_PORT}")
 
 
-@contextlib.contextmanager
-def engines(host: Host, frontend: Host, *words: str) -> Iterator[subprocess.Popen[str]]:
-    options = ("--executor-option", "step_time_s=0.01", *HEARTBEAT, "-dpa", frontend.address)
-    with command(host, "serve", "echo", "--headless", *options, *words) as process:
-        yield process
+def engines(host: Host, frontend: Host, *words: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return commands.engines(host, frontend, "--executor-option", "step_time_s=0.01", *HEARTBEAT, *words)
 
 
 @pytest.fixture

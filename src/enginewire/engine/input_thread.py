@@ -103,6 +103,7 @@ class InputThread(threading.Thread):
         self._ready = ready
         self._max_frame_bytes = config.max_frame_bytes
         self._max_frames = config.max_frames
+        self._heartbeat_s = (config.heartbeat_interval_s, config.heartbeat_timeout_s)
         self._receiver = receiver
         self._watch = watch
         self._coordinator = coordinator
@@ -152,7 +153,7 @@ class InputThread(threading.Thread):
             publisher.send(SUBSCRIBE_ALL)
             actions[publisher] = partial(self._drain, publisher, COORDINATOR)
         for client_index, address in enumerate(self._addresses):
-            socket = connect_dealer(self._context, address, self._identity, self._max_frame_bytes)
+            socket = connect_dealer(self._context, address, self._identity, self._max_frame_bytes, self._heartbeat_s)
             sockets.append(socket)
             actions[socket] = partial(self._drain, socket, client_index)
             if self._watch:

@@ -29,6 +29,10 @@ HEARTBEAT_S = (1.0, 10.0)
 MAX_TTL_MS = 6_553_599
 """What fits into a heartbeat's 16 bits, in tenths of a second."""
 
+GOODBYE_MS = 86_400_000
+"""A day. A connection to a silent host is closed here, and for so long the kernel tries to tell the host. By itself it
+would give up after two minutes, and an engine that has nothing to send would never connect again."""
+
 _BIND_HINTS = {
     errno.EADDRINUSE: "; another process listens there",
     errno.EADDRNOTAVAIL: "; a frontend binds an address of its own host, and engines connect to it",
@@ -91,11 +95,21 @@ def bind_publisher(
 
 
 def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_frame_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    max_frame_bytes: int,
+    heartbeat_s: tuple[float, float] | None = None,
 ) -> zmq.Socket[bytes]:
-    """Connect an engine's DEALER, to a handshake or to a frontend's input."""
+    """Connect an engine's DEALER, to a handshake or to a frontend's input.
+
+    The latter needs a heartbeat of its own. The other side's makes it expect the next one (``HEARTBEAT_TTL``), but any
+    message that comes in between ends that: after a request, silence would never be noticed.
+    """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
+    if heartbeat_s is not None and endpoint.startswith("tcp://"):
+        _set_heartbeat(socket, heartbeat_s)
     return _connect(socket, endpoint, max_frame_bytes)
 
 
@@ -237,15 +251,20 @@ def _prepare_and_bind(
         endpoint = _adopt_listener(socket, endpoint)
         _set_common_options(socket, endpoint, max_frame_bytes)
         if endpoint.startswith("tcp://"):
-            interval_ms, timeout_ms = (max(1, round(seconds * 1000)) for seconds in heartbeat_s)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-            # The peer, which sets nothing itself, is to notice when this host is silent.
-            socket.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, MAX_TTL_MS))
+            _set_heartbeat(socket, heartbeat_s)
+            socket.setsockopt(zmq.TCP_MAXRT, GOODBYE_MS)
         return _bind(socket, endpoint)
     except BaseException:
         socket.close(linger=0)
         raise
+
+
+def _set_heartbeat(socket: zmq.Socket[bytes], heartbeat_s: tuple[float, float]) -> None:
+    interval_ms, timeout_ms = (max(1, round(seconds * 1000)) for seconds in heartbeat_s)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    # The peer, which sets nothing itself, is to notice when this host is silent.
+    socket.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, MAX_TTL_MS))
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
