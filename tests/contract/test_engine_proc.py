@@ -60,7 +60,7 @@ def test_start_up_as_the_frontend_sees_it(local: bool, headless: bool) -> None:
         settings = config(executor_options={"num_gpu_blocks": 100, "block_size": 8, "vocab_size": 512})
         frontend.launch(settings, local=local, headless=headless)
         hello = frontend.expect_handshake("HELLO")
-        assert hello == HandshakeMessage(status="HELLO", local=local, headless=headless)
+        assert hello == HandshakeMessage(status="HELLO", local=local, headless=headless, enginewire=__version__)
         frontend.send_init()
         frontend.expect_ready_responses()
         assert frontend.expect_handshake("READY") == HandshakeMessage(status="READY", local=local, headless=headless)

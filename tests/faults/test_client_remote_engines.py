@@ -117,15 +117,28 @@ def test_of_two_remote_engines_one_is_killed_and_the_other_does_not_notice(site:
 
 
 def test_a_rank_started_twice_is_refused_while_the_first_serves(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    """Remote engines: refused loudly."""
-    site.launch()
+    """Remote engines: refused loudly, on both sides."""
+    first = site.launch()
     with contextlib.closing(site.start("sync")) as face:
         face.add_request(request("a", max_tokens=400))
         twin = site.launch()
         wait_until(lambda: "engine=0 was started twice" in caplog.text, STARTED_WITHIN_S, "the refusal")
         ended = [it for it in face.outputs(400) if it.finish_reason is not None]
         assert [it.finish_reason for it in ended] == [FinishReason.LENGTH]
-        assert twin.process.poll() is None  # it waits for an answer, and gives up by itself
+        assert twin.wait_exit(STARTED_WITHIN_S) == 1
+        assert "engine=0 was started twice: the one that is here answers" in twin.read_log()
+        assert first.process.poll() is None
+
+
+def test_a_rank_that_the_frontend_does_not_have_is_told_so(site: Site) -> None:
+    """It ends with the reason, whether it comes before the others or after them."""
+    early = site.launch(2, 3)
+    site.launch()
+    with contextlib.closing(site.start("sync")):
+        late = site.launch(7, 8)
+        for rank, engine in ((2, early), (7, late)):
+            assert engine.wait_exit(STARTED_WITHIN_S) == 1
+            assert f"rank {rank} is not expected here; expected: 0" in engine.read_log()
 
 
 def test_a_stopped_host_is_lost_by_its_silence_and_comes_back_without_a_hello(site: Site) -> None:

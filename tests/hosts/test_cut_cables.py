@@ -265,10 +265,15 @@ async def test_an_engine_notices_a_silent_frontend_also_if_a_request_came_last(h
     """Otherwise it works for nobody, and a frontend that is back has to wait for it to find out."""
     near, far = hosts
     port = free_tcp_port()
-    silence = ("--set", "heartbeat_interval_s=0.3", "--set", "heartbeat_timeout_s=1", "--set", "shutdown_timeout_s=600")
-    with commands.engines(far, near, "-dpp", str(port), "--executor-option", f"step_time_s={STEP_S}", *silence):
+    slow = ("--executor-option", f"step_time_s={STEP_S}", "--set", "shutdown_timeout_s=600")
+    with commands.engines(far, near, "-dpp", str(port), *slow):
         async with await AsyncLLM.create(
-            "echo", data_parallel_size_local=0, data_parallel_address=near.address, data_parallel_rpc_port=port
+            "echo",
+            data_parallel_size_local=0,
+            data_parallel_address=near.address,
+            data_parallel_rpc_port=port,
+            heartbeat_interval_s=0.3,
+            heartbeat_timeout_s=1.0,
         ) as llm:
             stream = Stream(llm, "endless", ENDLESS)
             await stream.began.wait()

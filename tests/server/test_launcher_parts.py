@@ -24,7 +24,7 @@ from enginewire.server.server_process import ServerProcess
 from enginewire.server.state import ServerState
 from enginewire.server.tally import Tally
 from enginewire.wire.frames import engine_identity
-from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeMessage
+from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, FrontendInfo, HandshakeMessage
 
 KILLED = EngineDeath(1, "killed by signal 9 (SIGKILL)")
 
@@ -190,6 +190,26 @@ def test_an_engine_is_told_where_every_process_listens() -> None:
             await until(lambda: not opened.missing(), opened)
 
     asyncio.run(greet())
+
+
+def test_engines_of_ours_are_told_why_they_are_refused_and_vllms_are_not() -> None:
+    async def refuse() -> None:
+        with desk(it_answers) as (opened, engine):
+            engine.say("HELLO")
+            engine.say("READY")
+            await until(lambda: not opened.missing(), opened)
+            assert engine.told() is not None
+            for twin_says, is_told in (({"enginewire": "1.0"}, True), ({}, False)):
+                engine.say("HELLO", **twin_says)
+                await until(lambda: opened._tasks[0].done() if 0 in opened._tasks else False, opened)
+                told = engine.told()
+                assert (told is not None) == is_told
+                if told is not None:
+                    assert isinstance(told.enginewire, FrontendInfo)
+                    assert told.enginewire.refusal == "engine 0 was started twice: the first one lives"
+                del opened._tasks[0]
+
+    asyncio.run(refuse())
 
 
 @pytest.mark.parametrize("lives", [True, False])

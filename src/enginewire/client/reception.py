@@ -73,6 +73,7 @@ class Reception:
             is_local=self._is_local(index),
             is_other_nodes=index in self._config.other_ranks,
             parallel_config=self._parallel_config,
+            heartbeat_s=(self._config.heartbeat_interval_s, self._config.heartbeat_timeout_s),
         )
 
 

@@ -27,7 +27,13 @@ from enginewire.client.pings import REPEAT_S, Pings
 from enginewire.client.reception import Reception
 from enginewire.client.remembered import Memory
 from enginewire.client.resources import BackgroundResources
-from enginewire.client.startup import EngineStartup, Ready, apply_ready_responses
+from enginewire.client.startup import (
+    EngineStartup,
+    Ready,
+    apply_ready_responses,
+    not_expected,
+    refusal,
+)
 from enginewire.config import EngineConfig
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import DecodeError, EngineDeath, EngineStartupError
@@ -105,10 +111,12 @@ class Returns:
         if index in self._dismissed:
             return
         try:
-            if index is None or self._engines.get(index) is None or len(frames) != 2:
-                raise DecodeError("it is none of an engine that is expected")
+            if len(frames) != 2:
+                raise DecodeError(f"it has {len(frames)} frames")
             message = self._handshake_decoder.decode(frames[1:])
-            if message.status == "HELLO":
+            if index is None or self._engines.get(index) is None:
+                self._refuse(frames, not_expected(frames[0], (engine.index for engine in self._engines)))
+            elif message.status == "HELLO":
                 self._newcomers[index] = frames
             elif index in self._starting:
                 self._starting[index].on_handshake(*frames)
@@ -261,16 +269,20 @@ class Returns:
             return  # asked already
         limit = self._config.heartbeat_timeout_s
         cause = f"another process says HELLO for its rank, and it did not answer for {limit:g} s"
-        if not self.pings.ask(engine, now + limit, lambda _: self._refuse(engine), cause):
+        if not self.pings.ask(engine, now + limit, lambda _: self._refuse_twin(engine), cause):
             self._engines.lost(EngineDeath(engine.index, CONNECTION_LOST))
 
-    def _refuse(self, engine: Engine) -> None:
-        del self._newcomers[engine.index]
-        logger.error(
-            "engine=%d was started twice: another process says HELLO for this rank, and the one that is here answers. "
-            "The newcomer gets no INIT; end it, or give it another rank",
-            engine.index,
-        )
+    def _refuse_twin(self, engine: Engine) -> None:
+        why = f"engine={engine.index} was started twice: the one that is here answers; give the newcomer another rank"
+        self._refuse(self._newcomers.pop(engine.index), why)
+
+    def _refuse(self, frames: list[bytes], why: str) -> None:
+        """Say, in the log and to an engine of ours, why it is not taken. One of vLLM's waits in vain."""
+        logger.error("an engine that says HELLO is refused: %s", why)
+        reply = refusal(self._handshake_decoder.decode(frames[1:]), why)
+        if reply is not None and self._resources.handshake_socket is not None:
+            with contextlib.suppress(zmq.ZMQError):  # it has gone
+                send_message(self._resources.handshake_socket, (frames[0], reply))
 
     def _greet(self, engine: Engine, now: float) -> None:
         """Give an engine's next incarnation a link of its own, and send INIT."""
@@ -287,7 +299,11 @@ class Returns:
             reply = startup.on_handshake(*frames)
             assert reply is not None, "HELLO is answered with INIT"
             send_message(self._resources.handshake_socket, (engine.identity, reply))
-        except (EngineStartupError, zmq.ZMQError) as exc:
+        except EngineStartupError as exc:
+            self._refuse(frames, str(exc))
+            link.close()
+            return
+        except zmq.ZMQError as exc:
             logger.error("engine=%d is not taken back: %s", index, exc)
             link.close()
             return

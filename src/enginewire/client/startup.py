@@ -16,18 +16,21 @@ from typing import Any, Final
 
 import msgspec
 import zmq
+from msgspec import UNSET
 
 from enginewire.client.engines import Engine
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError, EngineDeath, EngineStartupError, EngineStartupTimeout, startup_error
-from enginewire.transport.sockets import send_message
+from enginewire.transport.sockets import HEARTBEAT_S, send_message
 from enginewire.wire.capabilities import EVERYTHING
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import describe_identity, engine_index_of
 from enginewire.wire.handshake import (
+    MAX_HEARTBEAT_MS,
     EngineCoreReadyResponse,
     EngineHandshakeMetadata,
     EngineZmqAddresses,
+    FrontendInfo,
     HandshakeMessage,
 )
 from enginewire.wire.profile import V0_25, WireProfile, decode_ready
@@ -56,17 +59,22 @@ class Expected:
         is_local: it was started by this process and says so; otherwise it must say that it is headless.
         is_other_nodes: neither: it has a frontend of its own, and comes here only to meet the other ranks.
         parallel_config: of lock-step engines, see protocol B.2.
+        heartbeat_s: interval and time-out of our sockets' heartbeat.
     """
 
     addresses: EngineZmqAddresses
     is_local: bool
     is_other_nodes: bool = False
     parallel_config: Mapping[str, Any] | None = None
+    heartbeat_s: tuple[float, float] = HEARTBEAT_S
 
-    def init(self) -> bytes:
-        """Encode INIT."""
-        config = dict(self.parallel_config or {})
-        return msgspec.msgpack.encode(EngineHandshakeMetadata(addresses=self.addresses, parallel_config=config))
+    def init(self, hello: HandshakeMessage) -> bytes:
+        """Encode the INIT that answers ``hello``."""
+        init = EngineHandshakeMetadata(addresses=self.addresses, parallel_config=dict(self.parallel_config or {}))
+        if hello.enginewire is not UNSET:
+            interval, timeout = (min(max(1, round(seconds * 1000)), MAX_HEARTBEAT_MS) for seconds in self.heartbeat_s)
+            init.enginewire = FrontendInfo(heartbeat_ms=(interval, timeout))
+        return msgspec.msgpack.encode(init)
 
     def check(self, index: int, message: HandshakeMessage) -> None:
         """Refuse an engine that was started for something else. Raises :class:`EngineStartupError`."""
@@ -80,6 +88,15 @@ class Expected:
             stage="hello",
             engine_index=index,
         )
+
+
+def refusal(hello: HandshakeMessage, why: str) -> bytes | None:
+    """Encode the answer to an engine that is not taken; ``None``: it is vLLM's, and would not understand."""
+    if hello.status != "HELLO" or hello.enginewire is UNSET:
+        return None
+    nowhere = EngineZmqAddresses(inputs=[], outputs=[])
+    info = FrontendInfo(refusal=why)
+    return msgspec.msgpack.encode(EngineHandshakeMetadata(addresses=nowhere, parallel_config={}, enginewire=info))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +185,20 @@ class EngineStartup:
             EngineStartupError: the engine contradicts what was agreed; start-up cannot succeed.
         """
         index = self._known(identity, "handshake")
-        if index is None or index not in self._expected:
+        if index is not None and index not in self._expected:
             return None
-        engine = self._engines[index]
         try:
             message = self._handshake.decode([payload])
         except DecodeError as exc:
-            logger.warning("ignored a handshake message of engine %s: %s", index, exc)
+            logger.warning("ignored a handshake message of %s: %s", describe_identity(identity), exc)
             return None
+        if index is None:
+            return refusal(message, not_expected(identity, self._engines))
+        engine = self._engines[index]
         self._expected[index].check(index, message)
         if message.status == "HELLO" and not engine.said_hello:
             engine.said_hello = True
-            return self._expected[index].init()
+            return self._expected[index].init(message)
         if message.status == "READY" and engine.said_hello and not engine.said_ready:
             self._check_hash(index, message)
             engine.said_ready = True
@@ -314,6 +333,14 @@ def wait_for_engines(
             next_report += REPORT_EVERY_S
             logger.info("waiting for engines since %.0f s: %s", waited, startup.missing())
     return set_aside
+
+
+def not_expected(identity: bytes, ranks: Iterable[int]) -> str:
+    """Say why an engine is refused that has another rank than those expected."""
+    expected = ", ".join(map(str, ranks))
+    return (
+        f"{describe_identity(identity)} is not expected here; expected: {expected} (data_parallel_size is the number)"
+    )
 
 
 def is_of(engines: Sequence[Engine], identity: bytes) -> bool:

@@ -23,6 +23,7 @@ from enginewire.wire.handshake import (
     EngineCoreReadyResponse,
     EngineHandshakeMetadata,
     EngineZmqAddresses,
+    FrontendInfo,
     HandshakeMessage,
 )
 from enginewire.wire.profile import V0_25, V0_32, WireProfile
@@ -65,7 +66,7 @@ class Handshake:
         HELLO is said again to whoever answers at the address after the first one is gone.
 
         Raises:
-            EngineStartupError: no answer in time, or one that cannot be followed.
+            EngineStartupError: no answer in time, or one that cannot be followed, or a refusal.
         """
         self._say("HELLO")
         deadline = time.monotonic() + timeout_s
@@ -84,6 +85,8 @@ class Handshake:
             init = MsgpackDecoder(EngineHandshakeMetadata).decode(frames[-1:])
         except DecodeError as exc:
             raise self._error(f"the frontend's INIT message: {exc}") from exc
+        if isinstance(init.enginewire, FrontendInfo) and init.enginewire.refusal is not None:
+            raise self._error(f"the frontend at {self._address} refuses this engine: {init.enginewire.refusal}")
         addresses = init.addresses
         if (addresses.coordinator_input is None) is not (addresses.coordinator_output is None):
             raise self._error("INIT must give both addresses of the coordinator, or none; got one")
@@ -115,6 +118,7 @@ class Handshake:
             local=self._local,
             headless=self._headless,
             parallel_config_hash=parallel_config_hash,
+            enginewire=__version__ if status == "HELLO" else UNSET,
         )
         self._socket.send(msgspec.msgpack.encode(message))
 

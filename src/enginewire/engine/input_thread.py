@@ -79,6 +79,7 @@ class InputThread(threading.Thread):
         frontends: whose they are, in the same order.
         ready: the ready response.
         coordinator: address of the coordinator's publisher, if there is one.
+        heartbeat_s: interval and time-out, over tcp; ``None``: none, and silence costs nothing.
         watch: notice frontends that are gone. Not needed for one whose end is this process's end.
     """
 
@@ -93,6 +94,7 @@ class InputThread(threading.Thread):
         receiver: Receiver,
         *,
         coordinator: str | None = None,
+        heartbeat_s: tuple[float, float] | None = None,
         watch: bool = False,
     ) -> None:
         super().__init__(name="engine-input", daemon=True)
@@ -103,7 +105,7 @@ class InputThread(threading.Thread):
         self._ready = ready
         self._max_frame_bytes = config.max_frame_bytes
         self._max_frames = config.max_frames
-        self._heartbeat_s = (config.heartbeat_interval_s, config.heartbeat_timeout_s)
+        self._heartbeat_s = heartbeat_s
         self._receiver = receiver
         self._watch = watch
         self._coordinator = coordinator

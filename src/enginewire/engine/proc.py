@@ -28,7 +28,7 @@ from enginewire.engine.receiver import EventReceiver
 from enginewire.engine.registry import load_executor_class
 from enginewire.engine.spec import EngineSpec, describe
 from enginewire.engine.step import StepOutput
-from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses
+from enginewire.wire.handshake import EngineHandshakeMetadata, FrontendInfo
 from enginewire.wire.profile import profile_named
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class EngineCoreProc:
             core.executor.join_group(group.rank, init.parallel_config)
         elif init.parallel_config:
             logger.info("INIT's parallel_config is ignored: this executor has no ranks that step together")
-        self._connect(core, executor_class.__qualname__, addresses, group, reports_load=reports_load)
+        self._connect(core, executor_class.__qualname__, init, group, reports_load=reports_load)
         ready_hash = UNSET if group is None else spec.parallel_config_hash or deployment_hash(spec, group.size)
         for handshake in reversed(self._handshakes):  # this node's frontend first (protocol B.6)
             handshake.ready(ready_hash)
@@ -114,6 +114,7 @@ class EngineCoreProc:
         init = self._hello(spec.handshake_address, timeout_s, local=False, headless=False)
         own = self._hello(spec.client_handshake_address, timeout_s, local=spec.local, headless=spec.headless)
         init.addresses.inputs, init.addresses.outputs = own.addresses.inputs, own.addresses.outputs
+        init.enginewire = own.enginewire
         return init
 
     def _hello(self, address: str, timeout_s: float, *, local: bool, headless: bool) -> EngineHandshakeMetadata:
@@ -137,13 +138,13 @@ class EngineCoreProc:
         self,
         core: EngineCore,
         executor_name: str,
-        addresses: EngineZmqAddresses,
+        init: EngineHandshakeMetadata,
         group: RankGroup | None,
         *,
         reports_load: bool,
     ) -> None:
         """Start the threads and wait until all engines are there."""
-        spec, config = self.spec, self.spec.config
+        spec, config, addresses = self.spec, self.spec.config, init.addresses
         coordinator = addresses.coordinator_output
         outputs = addresses.outputs if coordinator is None else [*addresses.outputs, coordinator]
         told = None if config.wire_version is None else profile_named(config.wire_version)
@@ -176,6 +177,7 @@ class EngineCoreProc:
             config,
             receiver,
             coordinator=addresses.coordinator_input,
+            heartbeat_s=_heartbeat_s(init),
             # A process that was started by its only frontend ends with it: the lifeline sees to that.
             watch=not spec.local or len(addresses.inputs) > 1,
         )
@@ -259,6 +261,17 @@ class EngineCoreProc:
         if self._input is not None:
             self._input.stop()
             self._input = None
+
+
+def _heartbeat_s(init: EngineHandshakeMetadata) -> tuple[float, float] | None:
+    """Return the heartbeat that a frontend of ours has.
+
+    With vLLM's, silence costs nothing: neither side closes the connection, and what was sent arrives in the end.
+    """
+    if not isinstance(init.enginewire, FrontendInfo) or init.enginewire.heartbeat_ms is None:
+        return None
+    interval_ms, timeout_ms = init.enginewire.heartbeat_ms
+    return interval_ms / 1000, timeout_ms / 1000
 
 
 def deployment_hash(spec: EngineSpec, num_ranks: int) -> str:

@@ -7,17 +7,18 @@ Source: protocol B.1, B.2, B.5; "Two ways back" in the notes on remote engines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import zmq
 
-from enginewire.client.startup import EngineStartup, Expected
+from enginewire.client.startup import EngineStartup, Expected, not_expected, refusal
 from enginewire.errors import DecodeError, EngineStartupError
 from enginewire.transport.sockets import bind_also, bind_router, receive_message, send_message
 from enginewire.wire.codec import MsgpackDecoder
-from enginewire.wire.frames import engine_index_of
+from enginewire.wire.frames import describe_identity, engine_index_of
 from enginewire.wire.handshake import HandshakeMessage
 
 logger = logging.getLogger(__name__)
@@ -82,16 +83,17 @@ class HandshakeDesk:
             except zmq.Again:
                 return
             index = engine_index_of(frames[0])
-            if len(frames) != 2 or index is None or index not in self._expected:
-                expected = ", ".join(map(str, self._expected))
-                logger.warning("ignored a handshake message of %r; expected are engines %s", frames[0], expected)
-                continue
             try:
+                if len(frames) != 2:
+                    raise DecodeError(f"it has {len(frames)} frames")
                 message = self._decoder.decode(frames[1:])
             except DecodeError as exc:
-                logger.warning("ignored a handshake message of engine %d: %s", index, exc)
+                logger.warning("ignored a handshake message of %s: %s", describe_identity(frames[0]), exc)
                 continue
-            self._take(index, message, frames)
+            if index is None or index not in self._expected:
+                self._refuse(frames[0], message, not_expected(frames[0], self._expected))
+            else:
+                self._take(index, message, frames)
 
     async def keep_reading(self) -> None:
         """Take what comes, for ever. Who contradicts what was agreed is refused, and the others go on."""
@@ -126,9 +128,17 @@ class HandshakeDesk:
 
     async def _greet_again(self, index: int, frames: list[bytes]) -> None:
         """Answer the HELLO of an engine that has been there before, unless it still is."""
+        hello = self._decoder.decode(frames[1:])
         if await self._answers(index):
-            logger.error("engine %d was started twice: the first one lives, the second is refused", index)
+            self._refuse(frames[0], hello, f"engine {index} was started twice: the first one lives")
             return
         logger.warning("engine %d was restarted", index)
         self._starting[index] = EngineStartup({index: self._expected[index]})
-        self._take(index, self._decoder.decode(frames[1:]), frames)
+        self._take(index, hello, frames)
+
+    def _refuse(self, identity: bytes, hello: HandshakeMessage, why: str) -> None:
+        """Say, in the log and to an engine of ours, why it is not taken."""
+        logger.error("an engine that says HELLO is refused: %s", why)
+        if (reply := refusal(hello, why)) is not None:
+            with contextlib.suppress(zmq.ZMQError):  # it has gone
+                send_message(self._socket, (identity, reply))

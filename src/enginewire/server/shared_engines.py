@@ -183,7 +183,12 @@ class SharedEngines:
     def _expected(self, index: int, relayed: dict[str, str], group: dict[str, Any]) -> Expected:
         inputs, outputs = zip(*(doors[index].addresses for doors in self.doors), strict=True)
         addresses = EngineZmqAddresses(inputs=[*inputs], outputs=[*outputs], **relayed)
-        return Expected(addresses, is_local=index in self._near_ranks, parallel_config=group)
+        return Expected(
+            addresses,
+            is_local=index in self._near_ranks,
+            parallel_config=group,
+            heartbeat_s=(self._config.heartbeat_interval_s, self._config.heartbeat_timeout_s),
+        )
 
     def _engine_spec(self, source: ExecutorSource, index: int) -> EngineSpec:
         folder = self._endpoints.folder

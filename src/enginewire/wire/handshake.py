@@ -5,11 +5,14 @@ All are maps in which every key is present. Source: protocol sections B.1 to B.5
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from enginewire.wire.capabilities import EngineInfo
+
+MAX_HEARTBEAT_MS: Final = 2**31 - 1
+HeartbeatMs = Annotated[int, Meta(ge=1, le=MAX_HEARTBEAT_MS)]
 
 
 class HandshakeMessage(Struct, kw_only=True):
@@ -19,12 +22,14 @@ class HandshakeMessage(Struct, kw_only=True):
         local: the engine was started by the process it is talking to.
         headless: it was started by a node that has no frontend.
         parallel_config_hash: with READY of lock-step (MoE) ranks only; 64 hex digits.
+        enginewire: our own addition to HELLO: the version. Absent: a vLLM engine.
     """
 
     status: Literal["HELLO", "READY"]
     local: bool
     headless: bool
     parallel_config_hash: str | UnsetType = UNSET
+    enginewire: str | UnsetType = UNSET
 
 
 class EngineZmqAddresses(Struct, kw_only=True):
@@ -37,11 +42,29 @@ class EngineZmqAddresses(Struct, kw_only=True):
     frontend_stats_publish_address: str | None = None
 
 
+class FrontendInfo(Struct, kw_only=True):
+    """What a frontend of ours tells engines of ours alone.
+
+    Attributes:
+        heartbeat_ms: interval and time-out of the heartbeat that it has over tcp, and that engines are to have, too.
+        refusal: why the engine gets no addresses; it is to end.
+    """
+
+    heartbeat_ms: tuple[HeartbeatMs, HeartbeatMs] | None = None
+    refusal: str | None = None
+
+
 class EngineHandshakeMetadata(Struct, kw_only=True):
-    """INIT, frontend to engine. ``parallel_config`` is empty unless the ranks run in lock-step."""
+    """INIT, frontend to engine.
+
+    Attributes:
+        parallel_config: empty unless the ranks run in lock-step.
+        enginewire: our own addition, in the answer to a HELLO with the key of the same name.
+    """
 
     addresses: EngineZmqAddresses
     parallel_config: dict[str, Any]
+    enginewire: FrontendInfo | UnsetType = UNSET
 
 
 class EngineCoreReadyResponse(Struct, kw_only=True):

@@ -11,7 +11,7 @@ from enginewire import EngineConfig, EngineStartupError
 from enginewire.client.startup import EngineStartup, Expected, apply_ready_responses
 from enginewire.testing import mock_ready, mock_ready_0_32
 from enginewire.wire.frames import describe_identity
-from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses
+from enginewire.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, FrontendInfo, HandshakeMessage
 from enginewire.wire.profile import V0_25, V0_32
 
 ADDRESSES = EngineZmqAddresses(inputs=["ipc://in"], outputs=["ipc://out"])
@@ -63,12 +63,36 @@ def test_strangers_are_reported_and_change_nothing(
     assert caplog.text.count(f"of unexpected {who}; expected: 0, 1") == 2
 
 
+def test_a_rank_too_many_is_told_so_if_it_is_one_of_ours(startup: EngineStartup) -> None:
+    """Its HELLO shows what it is. vLLM's engines would not understand."""
+    hello = HandshakeMessage(status="HELLO", local=True, headless=False, enginewire="1.0")
+    reply = startup.on_handshake(b"\x02\x00", msgspec.msgpack.encode(hello))
+    assert reply is not None
+    init = msgspec.msgpack.decode(reply, type=EngineHandshakeMetadata)
+    assert init.addresses.inputs == init.addresses.outputs == []
+    assert isinstance(init.enginewire, FrontendInfo)
+    assert "rank 2 is not expected here; expected: 0, 1" in str(init.enginewire.refusal)
+
+
+def test_engines_of_ours_are_told_our_heartbeat_and_vllms_nothing_new() -> None:
+    agreed = Expected(ADDRESSES, is_local=True, heartbeat_s=(0.25, 3.0))
+    startup = EngineStartup(dict.fromkeys([0, 1], agreed))
+    hello = HandshakeMessage(status="HELLO", local=True, headless=False, enginewire="1.0")
+    ours = startup.on_handshake(ENGINE_0, msgspec.msgpack.encode(hello))
+    assert ours is not None
+    init = msgspec.msgpack.decode(ours, type=EngineHandshakeMetadata)
+    assert init.enginewire == FrontendInfo(heartbeat_ms=(250, 3000))
+    theirs = startup.on_handshake(ENGINE_1, said("HELLO"))
+    assert theirs is not None
+    assert set(msgspec.msgpack.decode(theirs)) == {"addresses", "parallel_config"}
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"status": "WHAT"})])
 def test_an_undecodable_handshake_is_ignored(
     startup: EngineStartup, payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert startup.on_handshake(ENGINE_0, payload) is None
-    assert "ignored a handshake message of engine 0" in caplog.text
+    assert "ignored a handshake message of rank 0" in caplog.text
 
 
 @pytest.mark.parametrize(

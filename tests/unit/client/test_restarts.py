@@ -59,3 +59,24 @@ def test_a_death_while_starting_counts_and_ends_no_row() -> None:
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EngineConfig.create("echo", **settings)
+
+
+@pytest.mark.parametrize("asked", [{"restart_engine": 1}, {"failover": "resume"}, {"failover": "exact"}], ids=str)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {},
+        {"data_parallel_backend": "ray"},
+        {"executor": "vllm", "executor_options": {"python": "/opt/vllm/bin/python"}},
+        {"data_parallel_size_local": 0},
+    ],
+    ids=["processes", "ray", "vllm", "elsewhere"],
+)
+def test_ranks_in_lock_step_are_said_not_to_restart_or_fail_over(
+    launcher: dict[str, object], asked: dict[str, object]
+) -> None:
+    """Issue 6: as a group, or not at all. It is not, whatever starts them, and the refusal says what to leave out."""
+    settings = {"data_parallel_size": 2, "data_parallel_lock_step": True, **launcher}
+    EngineConfig.create("echo", **settings)
+    with pytest.raises(ConfigError, match="one that is gone stops them all. Leave out failover and restart_engine"):
+        EngineConfig.create("echo", **settings, **asked)
