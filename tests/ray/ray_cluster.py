@@ -21,7 +21,7 @@ QUICK_CHECKS: Final = {
 
 
 class TestCluster:
-    """A head with one CPU, and two nodes with two: four engines fit without the head."""
+    """A head with one CPU, and two nodes with three: four engines need two of them, and fit if one of those is lost."""
 
     __test__ = False
 
@@ -29,7 +29,7 @@ class TestCluster:
         """Start the nodes."""
         head = {**_node(1), "include_dashboard": False, "_system_config": QUICK_CHECKS}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self._cluster.add_node(**_node(2)) for _ in range(2)]
+        self.nodes = [self._cluster.add_node(**_node(3)) for _ in range(2)]
 
     @property
     def address(self) -> str:
@@ -39,7 +39,11 @@ class TestCluster:
     def replace(self, node: Any) -> None:
         """Put a node in the place of one that was lost."""
         self._cluster.remove_node(node, allow_graceful=False)
-        self.nodes = [each for each in self.nodes if each is not node] + [self._cluster.add_node(**_node(2))]
+        self.nodes = [each for each in self.nodes if each is not node] + [self._cluster.add_node(**_node(3))]
+
+    def raylets(self) -> set[int]:
+        """Return the process ids of the raylets that are left."""
+        return {raylet_of(node) for node in (self._cluster.head_node, *self.nodes) if is_alive(raylet_of(node))}
 
     def lose(self, node: Any) -> None:
         """Kill a node's raylet; what it started is not asked."""
@@ -58,6 +62,14 @@ def _node(num_cpus: int) -> dict[str, Any]:
 def raylet_of(node: Any) -> int:
     """Return the process id of a node's raylet."""
     return int(node.all_processes["raylet"][0].process.pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,21 @@ RESTARTED: dict[str, Any] = {"failover": "exact", "restart_engine": 10, "restart
 PARAMS = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 
+def prompt_for(rank: int | None) -> str:
+    """Make a prompt, which is what an engine repeats."""
+    return f"rank {rank}: so it goes on and on, and no two words are alike. "
+
+
+def whole_text(rank: int | None) -> str:
+    """Return what an engine that nothing happens to answers."""
+    assert PARAMS.max_tokens is not None
+    return (prompt_for(rank) * PARAMS.max_tokens)[: PARAMS.max_tokens]
+
+
 async def text_of(llm: AsyncLLM, rank: int | None, started: asyncio.Semaphore) -> str:
-    """Run a request on one engine; its text, or the cause of its end."""
+    """Run a request on one engine; return its text."""
     text, is_started = "", False
-    async for output in llm.generate(f"rank {rank}: so it goes on and on. ", PARAMS, data_parallel_rank=rank):
+    async for output in llm.generate(prompt_for(rank), PARAMS, data_parallel_rank=rank):
         text = output.outputs[0].text
         if not is_started:
             started.release()
@@ -63,31 +74,35 @@ async def back(llm: AsyncLLM, num_restarts: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def lose(cluster: TestCluster) -> Any:
-    """Lose a node that has engines; return it."""
-    raylets = {process.raylet for process in engine_processes()}
+def lose(cluster: TestCluster) -> tuple[Any, int]:
+    """Lose a node that has engines; return it, and how many it had."""
+    raylets = [process.raylet for process in engine_processes()]
     node = next(node for node in cluster.nodes if raylet_of(node) in raylets)
     cluster.lose(node)
-    return node
+    return node, raylets.count(raylet_of(node))
 
 
 @pytest.mark.anyio
 async def test_a_killed_actor_and_a_lost_node_cost_no_request(cluster: TestCluster) -> None:
     async with AsyncLLM("echo", **SETTINGS, **RESTARTED) as llm:
         assert len({process.raylet for process in engine_processes()}) > 1, "they are spread over nodes"
-        undisturbed = await under_load(llm, lambda: None)
-        assert all(isinstance(text, str) and len(text) == PARAMS.max_tokens for text in undisturbed)
+        undisturbed = [whole_text(i % 4) for i in range(NUM_STREAMS)]
+        assert await under_load(llm, lambda: None) == undisturbed
 
         assert await under_load(llm, lambda: os.kill(engine_processes()[0].actor, signal.SIGKILL)) == undisturbed
         await back(llm, 1)
 
         lost: list[Any] = []
         assert await under_load(llm, lambda: lost.append(lose(cluster))) == undisturbed
-        cluster.replace(lost[0])  # in this thread: Ray sets signal handlers
-        await back(llm, 2)
-        assert len(engine_processes()) == 4
+        (node, num_lost), *_ = lost
+        await back(llm, 1 + num_lost)
+        elsewhere = engine_processes()
+        assert len(elsewhere) == 4, "the lost node's are gone, and others are on the nodes that are left"
+        assert {process.raylet for process in elsewhere} <= cluster.raylets()
+        cluster.replace(node)  # in this thread: Ray sets signal handlers
         assert await under_load(llm, lambda: None) == undisturbed
         assert sum(status.num_lost for status in llm.engine_statuses()) == 0
+        assert sum(status.num_moved for status in llm.engine_statuses()) >= (1 + num_lost) * NUM_STREAMS // 4
 
 
 @pytest.mark.anyio
@@ -95,15 +110,17 @@ async def test_without_failover_requests_of_a_lost_node_fail_with_the_cause(clus
     async with AsyncLLM("echo", **SETTINGS) as llm:
         lost: list[Any] = []
         results = await under_load(llm, lambda: lost.append(lose(cluster)))
-        cluster.replace(lost[0])  # in this thread: Ray sets signal handlers
+        (node, num_lost), *_ = lost
+        cluster.replace(node)  # in this thread: Ray sets signal handlers
         errors = [result for result in results if isinstance(result, BaseException)]
-        assert 0 < len(errors) < NUM_STREAMS
+        assert len(errors) == num_lost * NUM_STREAMS // 4
+        assert all(result == whole_text(i % 4) for i, result in enumerate(results) if isinstance(result, str))
         assert all(isinstance(error, RequestLostError) for error in errors)
         assert all("connection to it was lost" in str(error) or "its actor is gone" in str(error) for error in errors)
-        dead = {status.index for status in llm.engine_statuses() if status.state == "dead"}
-        alive = next(status.index for status in llm.engine_statuses() if status.state == "ready")
-        assert len(errors) == len(dead) * NUM_STREAMS // 4
-        assert len(await text_of(llm, alive, asyncio.Semaphore(0))) == PARAMS.max_tokens
+        states = [status.state for status in llm.engine_statuses()]
+        assert states.count("dead") == num_lost
+        alive = states.index("ready")
+        assert await text_of(llm, alive, asyncio.Semaphore(0)) == whole_text(alive)
 
 
 @pytest.mark.anyio
@@ -125,7 +142,7 @@ async def test_engines_come_and_go_under_load() -> None:
             assert len(llm.engine_statuses()) == size
         is_over = True
         texts = [text for texts in await asyncio.gather(*running) for text in texts]
-        assert {len(text) for text in texts} == {PARAMS.max_tokens}
+        assert {*texts} == {whole_text(None)}
 
 
 DRIVER = """

@@ -179,7 +179,7 @@ def test_one_for_which_there_is_no_room_says_what_it_needs(
         running(2)
         launcher.start(spec(2))
         wait_until(lambda: "engine=2 waits for Ray" in caplog.text, PATIENCE_S, "a word on it")
-        assert "it needs {'CPU': 2}, and {'CPU': 1.0} is free" in caplog.text
+        assert "it needs {'CPU': 2}, and {'CPU': 3.0} is free" in caplog.text
         launcher.stop(0, PATIENCE_S)
         wait_until(lambda: "engine=2 runs on node" in caplog.text, PATIENCE_S, "its placement")
         running(2)
