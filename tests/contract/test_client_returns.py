@@ -273,7 +273,7 @@ def test_a_newcomer_of_another_deployment_is_not_taken(
     engine.vanish()
     wait_state(face, "lost")
     with MockEngine(engine._handshake_address, startup=say_hello, local=True, headless=False) as stranger:
-        wait_until(lambda: "engine=0 is not taken back: engine 0 says local=True" in caplog.text, PATIENCE_S, "a word")
+        wait_until(lambda: "HELLO is refused: engine 0 says local=True" in caplog.text, PATIENCE_S, "a word")
         assert stranger.init is None
     restart(engine)
     wait_state(face, "ready")

@@ -62,6 +62,16 @@ def test_ranks_in_lock_step_live_and_die_together() -> None:
             drain()
 
 
+def test_ranks_in_lock_step_are_not_added_or_taken_out() -> None:
+    """Issue 6: as a group, or not at all; they serve on."""
+    with echo_face("asyncio", LockStepEchoExecutor, data_parallel_size=2, data_parallel_lock_step=True) as face:
+        for size in (1, 3):
+            with pytest.raises(NotImplementedError, match="they run in lock-step, as one group"):
+                face.loop.run(face.client.scale_elastic_ep(size))
+        face.add_request(request("a", max_tokens=10))
+        assert len(face.outputs(10)) == 10
+
+
 @pytest.mark.parametrize("mode", ["external", "hybrid"])
 def test_each_node_has_a_frontend_of_its_own_and_the_ranks_meet_at_rank_0(mode: str) -> None:
     """C-53; protocol B.6: two handshakes; a request at either node wakes the other's engines."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from environments import Environment
-from processes import ENGINE_FLAGS, START_S, VLLM_ENV, Runner, Running
+from processes import ENGINE_FLAGS, VLLM_ENV, Runner, Running
 from streams import Stream, states, until
 
 from enginewire import AsyncLLM
@@ -21,6 +21,8 @@ CUT_S = 5.0
 NUM_TOKENS = 400
 SIZE = ["--data-parallel-size", "2"]
 PATIENCE_S = 120.0
+READY_S = 800.0
+"""For two engines of vLLM that start at once on a busy machine."""
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +52,7 @@ class Site:
                 "failover": failover,
                 "failover_timeout_s": PATIENCE_S,
                 "forward_engine_log": False,
-                "ready_timeout_s": 2 * START_S,
+                "ready_timeout_s": READY_S,
                 **settings,
             },
         )
