@@ -1,42 +1,43 @@
 """What encoding requests and decoding outputs costs, in microseconds of CPU time per message.
 
-    python benchmarks/bench_codec.py [--rounds 5]
+    python benchmarks/bench_codec.py [--quick] [--out FOLDER]
 
-Prints a table and, last, one line of JSON. Medians of rounds; the garbage collector is frozen, as a server does.
+Compared with msgspec alone, which knows no arrays, checks nothing beyond types and keeps one damaged output from no
+other. Medians of rounds; the garbage collector is frozen, as a server does.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+from harness import FRESH, Suite
 
 from enginewire.wire.arrays import LogprobsLists
 from enginewire.wire.codec import MsgpackEncoder, OutputsDecoder, RequestDecoder
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from enginewire.wire.sampling import SamplingParams
 
-ROUND_S = 0.05
+OURS, RAW = "ours", "msgspec"
 TOP_LOGPROBS = 5
+RAW_VIEW = 3
+"""The extension that array bytes travel in."""
 
 
-def microseconds(function: Callable[[], object], rounds: int) -> float:
-    """Return the median CPU time of one call."""
+def microseconds(function: Callable[[], object], seconds: float) -> float:
+    """Return the CPU time of one call, of as many as take so long."""
     function()
     calls = 1
-    while True:
-        elapsed = _run(function, calls)
-        if elapsed > ROUND_S / 4:
-            break
+    while (spent := _run(function, calls)) < seconds / 8:
         calls *= 4
-    calls = max(1, int(calls * ROUND_S / elapsed))
-    return statistics.median(_run(function, calls) / calls for _ in range(rounds)) * 1e6
+    calls = max(1, int(calls * seconds / spent))
+    return _run(function, calls) / calls * 1e6
 
 
 def _run(function: Callable[[], object], calls: int) -> float:
@@ -70,42 +71,58 @@ def outputs(batch: int, *, logprobs: bool) -> EngineCoreOutputs:
     )
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    gc.freeze()
+def raw_hook(array: Any) -> object:
+    """Encode an array with the least code."""
+    return array.dtype.str, array.shape, msgspec.msgpack.Ext(RAW_VIEW, array.tobytes())
+
+
+def measure(suite: Suite, seconds: float) -> None:
+    """Measure one round."""
+
+    def compare(row: str, ours: Callable[[], object], raw: Callable[[], object] | None = None) -> None:
+        suite.add(row, OURS, microseconds(ours, seconds), lower_is_better=True)
+        if raw is not None:
+            suite.add(row, RAW, microseconds(raw, seconds), lower_is_better=True)
 
     encoder, requests, decoder = MsgpackEncoder(), RequestDecoder(), OutputsDecoder()
-    results = {
-        "SamplingParams()": microseconds(lambda: SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9), rounds)
-    }
+    encode = msgspec.msgpack.Encoder(enc_hook=raw_hook).encode
+    decode = msgspec.msgpack.Decoder().decode
+    compare("SamplingParams(…)", lambda: SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9))
     for num_tokens in (32, 1024, 32768):
         message = request(num_tokens)
         frames = encoder.encode(message)
-        results[f"encode request, {num_tokens} tokens"] = microseconds(lambda m=message: encoder.encode(m), rounds)
-        results[f"decode request, {num_tokens} tokens"] = microseconds(lambda f=frames: requests.decode(f), rounds)
+        name = f"request, {num_tokens} tokens"
+        compare(f"encode {name}", lambda m=message: encoder.encode(m), lambda m=message: encode(m))
+        compare(f"decode {name}", lambda f=frames: requests.decode(f), lambda f=frames: decode(f[0]))
     for batch in (1, 8, 64, 256):
         plain, rich = outputs(batch, logprobs=False), outputs(batch, logprobs=True)
         plain_frames, rich_frames = encoder.encode(plain), encoder.encode(rich)
 
-        def read(frames: list = rich_frames) -> object:
+        def read(frames: list[Any] = rich_frames) -> object:
             return [output.new_logprobs for output in decoder.decode(frames).outputs]
 
-        results[f"encode outputs, B={batch}"] = microseconds(lambda m=plain: encoder.encode(m), rounds)
-        results[f"decode outputs, B={batch}"] = microseconds(lambda f=plain_frames: decoder.decode(f), rounds)
-        results[f"encode outputs, B={batch}, logprobs"] = microseconds(lambda m=rich: encoder.encode(m), rounds)
-        results[f"decode outputs, B={batch}, logprobs untouched"] = microseconds(
-            lambda f=rich_frames: decoder.decode(f), rounds
-        )
-        results[f"decode outputs, B={batch}, logprobs read"] = microseconds(read, rounds)
+        name = f"outputs, B={batch}"
+        compare(f"encode {name}", lambda m=plain: encoder.encode(m), lambda m=plain: encode(m))
+        compare(f"decode {name}", lambda f=plain_frames: decoder.decode(f), lambda f=plain_frames: decode(f[0]))
+        compare(f"encode {name}, logprobs", lambda m=rich: encoder.encode(m), lambda m=rich: encode(m))
+        untouched = f"decode {name}, logprobs untouched"
+        compare(untouched, lambda f=rich_frames: decoder.decode(f), lambda f=rich_frames: decode(f[0]))
+        compare(f"decode {name}, logprobs read", read)
 
-    width = max(map(len, results))
-    for name, value in results.items():
-        print(f"{name:{width}}  {value:10.2f} µs")
-    figures = {name: round(value, 2) for name, value in results.items()}
-    print(json.dumps({"bench": "codec", "python": platform.python_version(), "cpu_us": figures}))
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--out", type=Path, default=FRESH, help="folder for codec.json (default: %(default)s)")
+    parser.add_argument("--vllm", help="ignored: the peer's codec is measured with its clients")
+    arguments = parser.parse_args()
+    gc.freeze()
+    suite = Suite("codec", bases={OURS: RAW})
+    for _ in range(1 if arguments.quick else 5):
+        measure(suite, 0.02 if arguments.quick else 0.05)
+    print(suite.table())
+    print(f"\n{suite.save(arguments.out)}")
 
 
 if __name__ == "__main__":

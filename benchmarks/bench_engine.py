@@ -5,7 +5,7 @@
 Everything is compared with the bare executor: a loop that does nothing but call ``EchoExecutor.step``. Costs are CPU
 time. What cannot be told from outside (schedule, execute, stop rules, encode) is measured in this process, the rest on
 a real engine process, driven over its own sockets by raw pyzmq and msgspec. The peer has no part here: vLLM's engine
-core cannot run an executor that does nothing. Under three minutes; quickly, under 40 seconds.
+core cannot run an executor that does nothing. About three minutes; quickly, under 40 seconds.
 """
 
 from __future__ import annotations
