@@ -27,8 +27,9 @@ from enginewire import (
 from enginewire.client.async_mp import AsyncMPClient
 from enginewire.client.inproc import InprocClient
 from enginewire.client.mp import MPClient
+from enginewire.client.status import EngineStatus
 from enginewire.client.sync_mp import SyncMPClient
-from enginewire.testing import MockEngine, free_tcp_port
+from enginewire.testing import MockEngine, free_tcp_port, wait_until
 from enginewire.wire.profile import V0_25, WireProfile
 
 PATIENCE_S = 10.0
@@ -271,6 +272,18 @@ def assert_serves(face: Face, engine: MockEngine, request_id: str = "proof") -> 
     answer = face.start("call_utility", "is_sleeping")
     engine.answer_utility(engine.expect_utility("is_sleeping"), False)
     assert answer.result(PATIENCE_S) is False
+
+
+def status_of(face: Face, rank: int = 0) -> EngineStatus:
+    """Return how an engine is."""
+    status: EngineStatus = face.client.engine_statuses()[rank]
+    return status
+
+
+def wait_state(face: Face, state: str, rank: int = 0, timeout_s: float = 3 * PATIENCE_S) -> EngineStatus:
+    """Wait until an engine is in a state; engines of their own processes may have to start for it."""
+    wait_until(lambda: status_of(face, rank).state == state, timeout_s, f"engine {rank} to be {state}")
+    return status_of(face, rank)
 
 
 def mp_client(face: Face) -> MPClient:

@@ -126,6 +126,14 @@ class Ledger:
         return found
 
 
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients look after their engines more often: a loss or a return takes one or several looks."""
+    from enginewire.client.lookout import Lookout
+
+    monkeypatch.setattr(Lookout, "interval_s", 0.02)
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fail a test that leaves a thread, a process, a ZeroMQ context, a descriptor or an ipc folder behind."""

@@ -27,7 +27,6 @@ from client_harness import (
     request,
 )
 from enginewire import EngineCoreOutputs, EngineDeadError, FinishReason, UtilityCallError
-from enginewire.client import async_mp, sync_receiver
 from enginewire.errors import DuplicateRequestIdError, EncodeError
 from enginewire.testing import MockEngine, mock_ready, wait_until
 from enginewire.transport import sockets
@@ -61,11 +60,7 @@ GARBAGE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the input socket more often than once a second."""
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 50)
-    monkeypatch.setattr(async_mp, "LOOK_S", 0.05)
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 @pytest.fixture(params=MP_FACES)

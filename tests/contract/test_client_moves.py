@@ -8,16 +8,11 @@ import pytest
 
 from client_harness import MP_FACES, PATIENCE_S, Face, mock_faces, mp_client, output, request
 from enginewire import FinishReason
-from enginewire.client import async_mp, sync_receiver
 from enginewire.testing import MockEngine, wait_until
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreRequest, PrefillStats
 from enginewire.wire.profile import V0_25, V0_32
 
-
-@pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
-    monkeypatch.setattr(async_mp, "LOOK_S", 0.02)
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 @pytest.fixture(params=MP_FACES)

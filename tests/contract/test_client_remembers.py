@@ -23,18 +23,13 @@ from client_harness import (
     output,
     request,
 )
-from enginewire.client import async_mp, sync_receiver
 from enginewire.client.remembered import Memory
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.messages import EngineCoreOutputs, utility_output
 from enginewire.wire.profile import V0_25, V0_32, WireProfile
 
-
-@pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
-    monkeypatch.setattr(async_mp, "LOOK_S", 0.02)
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 class Site:

@@ -18,28 +18,19 @@ from client_harness import (
     mp_client,
     output,
     request,
+    wait_state,
 )
 from enginewire import EngineDeadError, EngineUnavailableError, FinishReason, UtilityCallError
-from enginewire.client import async_mp, sync_receiver
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until
 from enginewire.wire.profile import V0_32
 
-
-@pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
-    monkeypatch.setattr(async_mp, "LOOK_S", 0.02)
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 @pytest.fixture(params=MP_FACES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Face, MockEngine]]:
     with mock_face(request.param) as pair:
         yield pair
-
-
-def wait_state(face: Face, state: str, rank: int = 0) -> None:
-    """Wait until an engine is in a state."""
-    wait_until(lambda: face.client.engine_statuses()[rank].state == state, PATIENCE_S, f"engine {rank} to be {state}")
 
 
 def restart(engine: MockEngine) -> None:

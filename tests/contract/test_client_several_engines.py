@@ -17,7 +17,6 @@ from enginewire import (
     InvalidRequestError,
     UtilityCallError,
 )
-from enginewire.client import async_mp, sync_receiver
 from enginewire.client.dp import DPAsyncMPClient, DPLBAsyncMPClient
 from enginewire.client.status import EngineStatus
 from enginewire.client.sync_mp import SyncMPClient
@@ -31,10 +30,7 @@ from enginewire.wire.profile import V0_25, V0_32
 Faces = tuple[Face, list[MockEngine]]
 
 
-@pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
-    monkeypatch.setattr(async_mp, "LOOK_S", 0.02)
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 @pytest.fixture(params=MP_FACES)

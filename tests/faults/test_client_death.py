@@ -15,7 +15,6 @@ from fault_executors import InChildProcess, Obedient
 
 from client_harness import MP_FACES, PATIENCE_S, Face, echo_face, fake_python, make_client, mp_client, request
 from enginewire import EngineConfig, EngineDeadError, EngineStartupError
-from enginewire.client import async_mp, sync_receiver
 from enginewire.testing import wait_until
 
 TOLD_WITHIN_S = 2.0
@@ -216,12 +215,9 @@ os._exit(1)
 
 
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_an_output_beyond_the_limit_ends_the_engine_rather_than_a_wait(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quick_looks")
+def test_an_output_beyond_the_limit_ends_the_engine_rather_than_a_wait(kind: str) -> None:
     """ZeroMQ refuses such a frame by dropping the connection: what was in it would be waited for in vain."""
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 50)
-    monkeypatch.setattr(async_mp, "LOOK_S", 0.05)
     with echo_face(kind, Obedient, max_frame_bytes=100_000) as face:
         assert face.collective_rpc("big", args=(99_000,))
         call = face.start("collective_rpc", "big", args=(100_000,))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from client_harness import MP_FACES, PATIENCE_S, Face, make_client, mock_config, mp_client, request
+from client_harness import MP_FACES, PATIENCE_S, Face, make_client, mock_config, mp_client, request, wait_state
 from enginewire import EngineConfig, EngineUnavailableError, FinishReason
 from enginewire.engine.spec import EngineSpec
 from enginewire.testing import free_tcp_port, wait_until
@@ -60,13 +60,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     finally:
         for engine in site.engines:
             engine.close()
-
-
-def wait_state(face: Face, state: str, rank: int = 0) -> None:
-    """Wait until an engine is in a state."""
-    wait_until(
-        lambda: face.client.engine_statuses()[rank].state == state, STARTED_WITHIN_S, f"engine {rank} to be {state}"
-    )
 
 
 @pytest.mark.parametrize("kind", MP_FACES)

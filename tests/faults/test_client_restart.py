@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fault_executors import WorksOnce
 
-from client_harness import MP_FACES, PATIENCE_S, Face, echo_face, mp_client, request
+from client_harness import MP_FACES, PATIENCE_S, Face, echo_face, mp_client, request, status_of, wait_state
 from enginewire import EngineDeadError, EngineUnavailableError, FinishReason
 from enginewire.client import restarts
 from enginewire.client.status import EngineStatus
@@ -28,18 +28,6 @@ def kill(face: Face, rank: int = 0) -> int:
     pid: int = manager.processes[rank].popen.pid
     os.kill(pid, signal.SIGKILL)
     return pid
-
-
-def status_of(face: Face, rank: int = 0) -> EngineStatus:
-    """Return how an engine is."""
-    statuses: list[EngineStatus] = face.client.engine_statuses()
-    return statuses[rank]
-
-
-def wait_state(face: Face, state: str, rank: int = 0) -> EngineStatus:
-    """Wait until an engine is in a state."""
-    wait_until(lambda: status_of(face, rank).state == state, START_S, f"engine {rank} to be {state}")
-    return status_of(face, rank)
 
 
 def wait_back(face: Face, num_restarts: int, rank: int = 0) -> EngineStatus:

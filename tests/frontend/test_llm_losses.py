@@ -9,15 +9,12 @@ import pytest
 
 from client_harness import PATIENCE_S, Face, mock_faces, output
 from enginewire import LLM, EngineDeadError, RequestLostError, RequestOutput, SamplingParams
-from enginewire.client import sync_receiver
 from enginewire.testing import MockEngine
 
 PARAMS = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
 
 
-@pytest.fixture(autouse=True)
-def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_receiver, "LOOK_MS", 20)
+pytestmark = pytest.mark.usefixtures("quick_looks")
 
 
 def generating(

@@ -35,9 +35,6 @@ MESSAGES_PER_WAKE_UP: Final = 64
 YIELD_EVERY_S: Final = 0.0005
 """How long a consumer may find messages waiting without giving the loop a turn."""
 
-LOOK_S: Final = 0.25
-"""How often engines are looked after: whether one is lost, or is back."""
-
 HAND_BACK_S: Final = 2.0
 """How long another thread waits for the loop to give its sockets back."""
 
@@ -216,7 +213,7 @@ class _Receiver:
         self.read_links()
         if self._lookout.coordination is not None:
             loop.add_reader(self._lookout.coordination.descriptor, self._look)
-        self._timer: asyncio.Handle = loop.call_later(LOOK_S, self._look)
+        self._timer: asyncio.Handle = loop.call_later(self._lookout.interval_s, self._look)
 
     def read_links(self) -> None:
         """Read the links that are to be read now, and no others."""
@@ -294,7 +291,7 @@ class _Receiver:
         if self._unfinished:  # what an engine sent before it was lost comes first
             self._timer = self.loop.call_soon(self._look)
             return
-        self._timer = self.loop.call_later(LOOK_S, self._look)
+        self._timer = self.loop.call_later(self._lookout.interval_s, self._look)
         if self._engines.death is None:
             self._hand_over(self._lookout.look(monotonic()))
             self.read_links()

@@ -53,8 +53,11 @@ class Lookout:
         balancer: forgets what it knows of an engine that is gone.
 
     Attributes:
+        interval_s: how often a receiver looks, if nothing else makes it.
         coordination: to the coordinator, if there is one; what it publishes is taken in along with the rest.
     """
+
+    interval_s: float = 0.25
 
     def __init__(
         self,

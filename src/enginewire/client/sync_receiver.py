@@ -24,9 +24,6 @@ from enginewire.transport.sockets import inproc_pair, receive_message
 if TYPE_CHECKING:
     from enginewire.client.mp import MPClient
 
-LOOK_MS: Final = 250
-"""How often engines are looked after: whether one is lost, or is back."""
-
 DIRECT_MS: Final = 50
 """How long a caller reads before it leaves that to the thread, and how often the thread finds out whether callers still
 do. What comes while nobody reads stays with ZeroMQ, where it takes twice the memory; a loss is told so much later."""
@@ -241,7 +238,7 @@ class SyncReceiver:
         are_callers_quick = False
         self._use(self._inbox.links)
         while not self._is_stopping and self.end is None:
-            has_received = self._step(0 if are_callers_quick else LOOK_MS)
+            has_received = self._step(0.0 if are_callers_quick else self._lookout.interval_s)
             if self._direct is not None and (are_callers_quick or (has_received and self._num_followers)):
                 are_callers_quick = self._let_callers_read()
 
@@ -262,10 +259,10 @@ class SyncReceiver:
         for socket in self._sources:
             self._all.register(socket, zmq.POLLIN)
 
-    def _step(self, limit_ms: int) -> bool:
+    def _step(self, limit_s: float) -> bool:
         """Wait for something and see to it; whether anything was received."""
         began = monotonic()
-        ready = self._all.poll(max(0, min(limit_ms, round((self._next_look - began) * 1000))))
+        ready = self._all.poll(max(0, round(min(limit_s, self._next_look - began) * 1000)))
         now = monotonic()
         is_due = now >= self._next_look
         for socket, _ in ready:
@@ -279,7 +276,7 @@ class SyncReceiver:
             is_drained = self._drain(link, limit) and is_drained
         # What an engine sent before it died or was lost comes first.
         if (is_due and is_drained) or self._inbox.marked:
-            self._next_look = now + LOOK_MS / 1000
+            self._next_look = now + self._lookout.interval_s
             self._look(now)
         if links:
             self._tell_followers()
