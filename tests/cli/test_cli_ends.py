@@ -56,3 +56,14 @@ def test_a_killed_engine_is_named_with_its_signal(start: Start) -> None:
     assert process.returncode == 1
     assert errors.startswith("enginewire: error: engine 0 is dead: killed by signal 9 (SIGKILL)")
     assert len(errors.splitlines()) == 1
+
+
+def test_a_killed_engine_is_started_again_and_the_text_goes_on(start: Start) -> None:
+    """Issue 6: a single engine that restarts is waited for."""
+    words = ["run", "echo", "hello ", "--max-tokens", "300", "--executor-option", "step_time_s=0.02"]
+    process = start(*words, "--restart-engine", "1", "--failover", "exact", "--quiet")
+    begin = read_some(process)
+    engine_of(process).kill()
+    rest, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    assert begin + rest == "hello " * 50 + "\n"

@@ -137,6 +137,12 @@ ERRORS = {
         "not ready within 1 s",
         "ready_timeout_s",
     ),
+    "restart here": (
+        ["run", "echo", "hi", "--inproc", "--restart-engine", "1"],
+        "--inproc has the engine",
+        "leave out",
+    ),
+    "failover here": (["run", "echo", "hi", "--inproc", "--failover", "exact"], "--inproc has the engine", "leave out"),
     "raw system": (["run", "echo", "hi", "--raw", "--system", "x"], "--system needs a chat template", "--raw"),
 }
 

@@ -149,6 +149,11 @@ def started_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, float]]:
     from enginewire import LLM
 
     config = engine_config(args, {"forward_engine_log": args.verbose})
+    if args.inproc and (config.restart_engine or config.failover != "none"):
+        raise ConfigError(
+            "--inproc has the engine in this process, where it is neither started again nor replaced; leave out "
+            "--restart-engine and --failover, or --inproc"
+        )
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         with status(f"loading {config.model} …", enabled=not args.verbose):
