@@ -152,19 +152,7 @@ class EngineCoreProc:
         self._output = output = OutputThread(
             self._context, outputs, frontends, spec.engine_index, config, has_coordinator=coordinator is not None
         )
-        loop = BusyLoop(core, self._events, output, self._child, reports_load=reports_load)
-        if group is not None:
-            from enginewire.engine.lock_step import LockStepLoop
-
-            loop = LockStepLoop(
-                core,
-                self._events,
-                output,
-                self._child,
-                reports_load=reports_load,
-                group=group,
-                has_coordinator=coordinator is not None,
-            )
+        loop = self._make_loop(core, output, group, reports_load=reports_load, has_coordinator=coordinator is not None)
         receiver = EventReceiver(core, self._events, output, lambda: loop.is_ending)
         num_ranks = 1 if group is None else group.size
         ready = ready_response(core, executor_name, spec.engine_index, addresses, told, num_ranks)
@@ -191,6 +179,29 @@ class EngineCoreProc:
         if group is not None:
             group.watch(receiver.thread_failed)
         self._loop = loop
+
+    def _make_loop(
+        self,
+        core: EngineCore,
+        output: OutputThread,
+        group: RankGroup | None,
+        *,
+        reports_load: bool,
+        has_coordinator: bool,
+    ) -> BusyLoop:
+        if group is None:
+            return BusyLoop(core, self._events, output, self._child, reports_load=reports_load)
+        from enginewire.engine.lock_step import LockStepLoop  # few engines have ranks
+
+        return LockStepLoop(
+            core,
+            self._events,
+            output,
+            self._child,
+            reports_load=reports_load,
+            group=group,
+            has_coordinator=has_coordinator,
+        )
 
     def run_busy_loop(self) -> None:
         """Serve until told to stop; returns when every request is answered.

@@ -60,6 +60,7 @@ class Harness:
         self.core = EngineCore(config, Hooked, log_stats=False)
         self.events: Events = queue.SimpleQueue()
         self.log: list[tuple[int, Any, Any]] = []
+        self.num_catch_ups = 0
         self.child = FakeChild(self.core.executor) if with_child else None
         child: Any = self.child
         self.loop = BusyLoop(self.core, self.events, self, child)
@@ -74,7 +75,8 @@ class Harness:
             self.log.append((client_index, output.request_id, what))
 
     def catch_up(self) -> None:
-        """Nothing is queued."""
+        """Count; nothing is ever queued here."""
+        self.num_catch_ups += 1
 
     def in_step(self, number: int, *actions: Callable[[], None]) -> None:
         """Do something during a step."""
@@ -122,6 +124,23 @@ def test_requests_run_to_their_end_and_then_the_loop_waits() -> None:
     h.in_step(2, h.stop)
     h.run()
     assert h.log == [(0, "a", [1]), (0, "a", FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("with_child", [False, True])
+def test_no_step_begins_before_the_output_thread_has_caught_up(with_child: bool) -> None:
+    """Decision 27."""
+    h = Harness(with_child=with_child)
+    h.add("a")
+    for number in (1, 2):
+        h.turn()
+        assert h.num_catch_ups == number
+        if h.child is not None:
+            assert len(h.child.started) == 1
+            h.events.put((EventKind.ABORT, []))
+            h.turn()  # in mid-step there is nothing to wait for
+            assert h.num_catch_ups == number
+            h.events.put((EventKind.STEP_DONE, h.child.result()))
+    assert len(h.log) == (1 if with_child else 2)
 
 
 def test_an_abort_during_a_step_drops_that_steps_tokens() -> None:
