@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import stat
@@ -23,6 +25,7 @@ from client_harness import (
     output,
     request,
 )
+from enginewire.client import launch
 from enginewire.client.remembered import Memory
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until
 from enginewire.wire.codec import MsgpackEncoder
@@ -202,18 +205,34 @@ def test_the_file_is_private_and_small(site: Site) -> None:
         face.close()
 
 
-def test_an_orderly_end_keeps_it_only_while_an_engine_is_left_to_be_found(site: Site) -> None:
-    """A shutdown of the frontend is no shutdown of engines that others started."""
+def test_an_orderly_end_keeps_it_also_if_the_engines_seem_gone(site: Site) -> None:
+    """A shutdown of the frontend is no shutdown of engines that others started, and they may only be cut off."""
     (engine,) = site.engines
-    assert site.file is not None
-    face = site.start()
-    face.close()
-    assert site.file.exists()
-    second = site.start()
+    face = site.start(engine_return_timeout_s=0.0)
     engine.vanish()
-    wait_until(lambda: second.client.engine_statuses()[0].state == "lost", PATIENCE_S, "the loss")
-    second.close()
-    assert not site.file.exists()
+    wait_until(lambda: face.client.engine_statuses()[0].state == "dead", PATIENCE_S, "the loss")
+    face.close()
+    engine.connect()
+    with contextlib.closing(site.start()) as second:
+        assert_serves(second, engine)
+
+
+def test_engines_that_were_all_started_anew_are_all_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of engines that ended meanwhile changes nothing."""
+    monkeypatch.setattr(launch, "FIND_S", 0.1)
+    site = Site((V0_25, V0_25))
+    with site.engines[0], site.engines[1]:
+        site.start().close()
+        for engine in site.engines:
+            engine.vanish()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(site.start)
+            with MockEngine(site.address, engine_index=0) as one:
+                one.wait_started()
+                with pytest.raises(TimeoutError):
+                    starting.result(1.0)
+                with MockEngine(site.address, engine_index=1), contextlib.closing(starting.result(60)) as second:
+                    assert [status.state for status in second.client.engine_statuses()] == ["ready"] * 2
 
 
 def test_nothing_is_remembered_of_engines_that_could_not_find_back(tmp_path: Path) -> None:

@@ -291,9 +291,9 @@ async def test_a_peer_that_has_nothing_to_send_connects_again_after_a_long_silen
     Path("/proc/sys/net/ipv4/tcp_orphan_retries").write_text("1")  # of this thread's host
     with make_context() as here, make_context() as there:
         router, address = bind_router(here, f"tcp://{near.address}:*", 1000, (0.3, 1.0))
+        watch = PeerWatch(router)
         with far.entered():
             dealer = connect_dealer(there, address, b"me", 1000)
-        watch = PeerWatch(router)
         try:
             dealer.send(b"here")
             assert router.recv_multipart() == [b"me", b"here"]
@@ -306,7 +306,7 @@ async def test_a_peer_that_has_nothing_to_send_connects_again_after_a_long_silen
             far.restore()
             await until(lambda: reaches(router, b"me"))
         finally:
-            watch.close()
+            watch.monitor.close()
             router.close()
             dealer.close()
 

@@ -232,15 +232,18 @@ class Launch:
     def _find_again(self, lookout: Lookout) -> None:
         """Wait for the engines of an earlier frontend; when one is there, not long for the others.
 
+        If all that come were started anew, nothing is left of the earlier deployment: all are awaited.
+
         Raises:
             EngineStartupTimeout: none of them answers, and none was restarted.
         """
         engines, inbox, limit = self._engines, self._inbox, self._config.ready_timeout_s
-        poller = zmq.Poller()
-        for socket in (self._resources.handshake_socket, *(link.output_socket for link in inbox.links)):
-            poller.register(socket, zmq.POLLIN)
+        links = {engine.index: engine.link for engine in engines}
         began = time.monotonic()
         while len(engines.ready) < len(engines):
+            poller = zmq.Poller()  # one that is started anew has another link, and its old one is closed
+            for socket in (self._resources.handshake_socket, *(link.output_socket for link in inbox.links)):
+                poller.register(socket, zmq.POLLIN)
             poller.poll(FIND_POLL_MS)
             for link in inbox.links:
                 with contextlib.suppress(zmq.Again):
@@ -248,7 +251,7 @@ class Launch:
                         inbox.sort(link, receive_message(link.output_socket))
             now = time.monotonic()
             lookout.look(now)
-            if engines.ready and now - began > FIND_S:
+            if now - began > FIND_S and any(engine.link is links[engine.index] for engine in engines.ready):
                 return
             if now - self._started > limit:
                 raise EngineStartupTimeout(

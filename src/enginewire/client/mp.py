@@ -180,8 +180,6 @@ class MPClient(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engines that this client started, and release everything. Idempotent, from any thread."""
-        if self._memory is not None and not any(not engine.is_ours for engine in self.engines.ready):
-            self._memory.forget()
         self.resources.close(timeout)
         self._finalizer.detach()  # only now: closing may have been interrupted
 

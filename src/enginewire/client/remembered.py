@@ -7,7 +7,6 @@ Source: "Two ways back" in the notes on remote engines.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -90,12 +89,6 @@ class Memory:
             draft.replace(self.path)
         except OSError as exc:
             logger.warning("engines will not survive a restart of this frontend: %s: %s", self.path, exc.strerror)
-
-    def forget(self) -> None:
-        """Remove the file: no engine is left to be found."""
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
 
 
 def _makes_sense(engine: RememberedEngine) -> bool:
