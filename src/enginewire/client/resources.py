@@ -37,8 +37,6 @@ class BackgroundResources:
 
     def __init__(self, drain_s: float, terminate_s: float) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = make_context()
-        self.input_socket: zmq.Socket[bytes] | None = None
-        self.output_socket: zmq.Socket[bytes] | None = None
         self.handshake_socket: zmq.Socket[bytes] | None = None
         # Guards input sockets, as a ROUTER may be used by one thread at a time, and which receiver there is.
         self.send_lock = threading.RLock()
