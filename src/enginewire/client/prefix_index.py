@@ -44,7 +44,6 @@ class PrefixIndex:
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
         self._engines: OrderedDict[int, int] = OrderedDict()
-        self._lengths: list[int] = []
 
     def __len__(self) -> int:
         return len(self._engines)
