@@ -19,7 +19,7 @@ import pytest
 
 from client_harness import MP_FACES, Face, echo_face, fake_python, make_client, request
 from enginewire import ConfigError, EngineConfig, EngineStartupError, ModelError
-from enginewire.client import engines, launch, mp, resources, returns
+from enginewire.client import launch, link, mp, resources, returns
 from enginewire.client.async_mp import AsyncMPClient
 from enginewire.client.sync_mp import SyncMPClient
 from enginewire.errors import EncodeError, EngineStartupTimeout
@@ -194,7 +194,7 @@ def test_a_constructor_that_fails_anywhere_leaves_nothing(
         case "start_engine_core_monitor":
             monkeypatch.setattr(mp.MPClient, point, _fail)
         case "bind_pull":
-            monkeypatch.setattr(engines, point, _fail)
+            monkeypatch.setattr(link, point, _fail)
         case "apply_ready_responses":
             monkeypatch.setattr(returns, point, _fail)
         case "context":

@@ -20,8 +20,8 @@ from typing import Any, Final
 import zmq
 
 from enginewire.client.base import ExecutorChoice
-from enginewire.client.engines import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
 from enginewire.client.inbox import Arrival
+from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
 from enginewire.client.mp import MPClient
 from enginewire.client.utilities import Call, combined
 from enginewire.config import EngineConfig

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from enginewire.client.engines import Engine, Engines, Link
+from enginewire.client.engines import Engine, Engines
 from enginewire.client.failover import Failover
+from enginewire.client.link import Link
 from enginewire.client.utilities import UtilityCalls
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError

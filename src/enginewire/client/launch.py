@@ -20,8 +20,9 @@ import zmq
 from enginewire.client.balancer import LoadBalancer
 from enginewire.client.base import ExecutorChoice
 from enginewire.client.coordination import CoordinatorLink
-from enginewire.client.engines import Engine, Engines, Link
+from enginewire.client.engines import Engine, Engines
 from enginewire.client.inbox import Inbox
+from enginewire.client.link import Link
 from enginewire.client.lookout import Lookout
 from enginewire.client.outbox import Outbox
 from enginewire.client.reception import Reception

@@ -20,8 +20,9 @@ import zmq
 
 from enginewire.client.balancer import LoadBalancer
 from enginewire.client.coordination import CoordinatorLink
-from enginewire.client.engines import Engine, Engines, EngineState, Link
+from enginewire.client.engines import Engine, Engines, EngineState
 from enginewire.client.inbox import Arrival, Failures, Inbox
+from enginewire.client.link import Link
 from enginewire.client.outbox import Outbox
 from enginewire.client.resources import BackgroundResources
 from enginewire.client.returns import CONNECTION_LOST, Returns

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from enginewire.client.engines import Link
+from enginewire.client.link import Link
 from enginewire.client.startup import Expected
 from enginewire.config import EngineConfig
 from enginewire.coordinator import DPCoordinator

@@ -20,8 +20,9 @@ from typing import Final
 
 import zmq
 
-from enginewire.client.engines import Engine, Engines, EngineState, Link
+from enginewire.client.engines import Engine, Engines, EngineState
 from enginewire.client.inbox import Arrival, Inbox
+from enginewire.client.link import Link
 from enginewire.client.outbox import Outbox
 from enginewire.client.pings import REPEAT_S, Pings
 from enginewire.client.reception import Reception

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from enginewire.client.engines import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
 from enginewire.client.inbox import Arrival
+from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
 from enginewire.transport.sockets import inproc_pair, receive_message
 
 if TYPE_CHECKING:
