@@ -10,7 +10,7 @@
 - ``llama.cpp``: its HTTP server as ``xllamacpp`` brings it, same model file, as many slots as requests, as many threads
   as the others; streams like ``server``. ``benchmarks/setup_llama.sh`` makes the environment.
 
-Each is a process (``contestants.py``) and they take turns within a round, so that what else the machine does hits all;
+Each is a process (``llm_contestants.py``) and they take turns within a round, so that what else the machine does hits all;
 each round has new prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row
 ``tokens per CPU s`` has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is
 what to look at where the machine is busy with other things.
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from contestants import Round
+from llm_contestants import Round
 from harness import FRESH, Suite
 
 from enginewire.models import cache_dir, resolve_model
@@ -44,6 +44,8 @@ MODEL = "smollm2-135m"
 INTEROP = Path(os.environ.get("ENGINEWIRE_INTEROP_DIR") or cache_dir() / "interop")
 LLAMA = cache_dir() / "bench" / "llama" / "bin" / "python"
 BASES = {"LLM": "bare OpenVINO", "server": "bare OpenVINO", "vLLM": "LLM", "llama.cpp": "LLM"}
+PEERS = ("llama.cpp", "vLLM")
+"""Much slower in large batches, so that few rounds will do."""
 
 PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 4000
@@ -51,16 +53,18 @@ SEED = 20250101
 PAUSE_S = 0.002
 """Between two utility calls: about 3,000 of them while a long prompt is computed."""
 
+SETTLE_S = 0.1
+
 
 class Contestant:
-    """A process of ``contestants.py`` that is ready to run."""
+    """A process of ``llm_contestants.py`` that is ready to run."""
 
     def __init__(self, name: str, python: Path, settings: dict[str, Any]) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         start = time.monotonic()
         self._process = subprocess.Popen(
-            [python, Path(__file__).with_name("contestants.py"), name, json.dumps(settings)],
+            [python, Path(__file__).with_name("llm_contestants.py"), name, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -87,6 +91,14 @@ class Contestant:
         root = psutil.Process(self._process.pid)
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
         return sum(used.user + used.system for used in times)
+
+    def settle(self) -> None:
+        """Wait until it rests: threads of native libraries go on spinning for a while, which the next would pay."""
+        cpu, rests = self.cpu_s(), False
+        while not rests:
+            time.sleep(SETTLE_S)
+            before, cpu = cpu, self.cpu_s()
+            rests = cpu - before < 0.1 * SETTLE_S
 
     def close(self) -> None:
         """Let it end."""
@@ -147,7 +159,8 @@ def measure_batch(suite: Suite, lineup: Lineup, batch: int, tokens: int, rounds:
     for contestant in lineup.here.values():
         if contestant.name == "llama.cpp":
             contestant.call("prepare", batch)
-        contestant.run(random_prompts(rng, batch), min(8, tokens))  # warms up
+        contestant.run(random_prompts(rng, batch, 4), 2)  # warms up
+        contestant.settle()
     idle_share = 0.0
     for index in range(max(rounds.values())):
         names = [name for name in lineup.here if index < rounds[name]]
@@ -159,6 +172,7 @@ def measure_batch(suite: Suite, lineup: Lineup, batch: int, tokens: int, rounds:
             result = contestant.run(prompts, tokens)
             cpu, idle_cpu = contestant.cpu_s() - cpu, sum(other.cpu_s() for other in others) - idle_cpu
             idle_share = max(idle_share, idle_cpu / cpu)
+            contestant.settle()
             suite.add(f"tokens/s, {what}", name, result.tokens / result.seconds)
             suite.add(f"first token p50, ms, {what}", name, result.first_token * 1e3, lower_is_better=True)
             suite.add(f"tokens per CPU s, {what}", name, result.tokens / cpu)
@@ -188,7 +202,7 @@ def measure_long_prompt(suite: Suite, lineup: Lineup, num_aborts: int, rng: rand
 def main() -> None:
     """Measure, print the table and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of fewer tokens; one of vLLM")
+    parser.add_argument("--quick", action="store_true", help="two rounds of fewer tokens; one of the peers")
     parser.add_argument("--out", type=Path, default=FRESH, help="where the JSON goes (default: build/bench)")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment that has vLLM")
     parser.add_argument("--llama", type=Path, metavar="PYTHON", help=f"of one that has xllamacpp (default: {LLAMA})")
@@ -203,8 +217,8 @@ def main() -> None:
     pythons |= {name: python for name, python in (("llama.cpp", llama), ("vLLM", arguments.vllm)) if python}
     pythons = {name: python for name, python in pythons.items() if name not in arguments.without}
     num_rounds = 2 if arguments.quick else 7
-    rounds = dict.fromkeys(pythons, num_rounds) | {"vLLM": 1 if arguments.quick else 3}
-    tokens = {1: 64, 16: 32, 64: 24} if arguments.quick else {1: 128, 16: 64, 64: 64}
+    rounds = dict.fromkeys(pythons, num_rounds) | dict.fromkeys(PEERS, 1 if arguments.quick else 3)
+    tokens = {1: 48, 16: 16, 64: 8} if arguments.quick else {1: 128, 16: 64, 64: 64}
 
     rng = random.Random(SEED)
     suite = Suite("llm", BASES)
@@ -218,7 +232,7 @@ def main() -> None:
                 suite.add("ready, s", name, lineup.time_start(name), lower_is_better=True)
         for batch in arguments.batches:
             measure_batch(suite, lineup, batch, tokens.get(batch, 32), rounds, rng)
-        measure_long_prompt(suite, lineup, 3 if arguments.quick else 10, rng)
+        measure_long_prompt(suite, lineup, 2 if arguments.quick else 10, rng)
     print(suite.table())
     print(suite.save(arguments.out))
 

@@ -1,4 +1,4 @@
-"""One contestant of ``bench_llm.py``, in a process of its own: ``PYTHON contestants.py NAME SETTINGS``.
+"""One contestant of ``bench_llm.py``, in a process of its own: ``PYTHON llm_contestants.py NAME SETTINGS``.
 
 ``SETTINGS`` is JSON: the model and what the contestants have to agree on. The process loads the model, makes one token
 and says so on standard output; then it answers requests line by line, JSON both ways: ``[method, arguments]`` gets
