@@ -19,7 +19,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 RAY_STAMP := $(VENV)/.installed-ray
 
-.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core ray-test bench bench-check bench-serve ci clean
+.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core ray-test bench bench-check bench-llm bench-serve ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,11 @@ bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in 
 bench-check: $(DEV_STAMP) ## like bench; fails if LLM reaches less than 0.95 of the bare engine
 	@$(BIN)/enginewire pull
 	$(BIN)/python benchmarks/bench.py --min-ratio 0.95 $(ARGS)
+
+bench-llm: $(DEV_STAMP) ## end to end, against a bare OpenVINO loop and llama.cpp; ARGS="--vllm PYTHON" against vLLM too
+	@$(BIN)/enginewire pull
+	benchmarks/setup_llama.sh
+	$(BIN)/python benchmarks/bench_llm.py $(ARGS)
 
 bench-serve: $(DEV_STAMP) ## what the server streams at 1, 16, 64, 256 streams, and its CPU time; about two minutes
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)

@@ -10,7 +10,7 @@
 - ``llama.cpp``: its HTTP server as ``xllamacpp`` brings it, same model file, as many slots as requests, as many threads
   as the others; streams like ``server``. ``benchmarks/setup_llama.sh`` makes the environment.
 
-Each is a process (``llm_contestants.py``) and they take turns within a round, so that what else the machine does hits all;
+Each is a process (``llm_contestants.py``). They take turns within a round, so that what else the machine does hits all;
 each round has new prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row
 ``tokens per CPU s`` has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is
 what to look at where the machine is busy with other things.
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from llm_contestants import Round
 from harness import FRESH, Suite
+from llm_contestants import Round
 
 from enginewire.models import cache_dir, resolve_model
 

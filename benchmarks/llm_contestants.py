@@ -10,7 +10,6 @@ standard library is imported at the top: each contestant has an interpreter that
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib.metadata
 import json
@@ -24,6 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import load
 
 Prompts = Sequence[list[int]]
 
@@ -210,19 +211,7 @@ class HTTP:
 
     def run(self, prompts: Prompts, new_tokens: int) -> Round:
         """Generate."""
-        return asyncio.run(self._run(prompts, new_tokens))
-
-    async def _run(self, prompts: Prompts, new_tokens: int) -> Round:
-        start = time.monotonic()
-        done = await asyncio.gather(*(self._stream(prompt, new_tokens) for prompt in prompts))
-        elapsed = time.monotonic() - start
-        firsts = [first - start for _, first in done]
-        return Round(sum(count for count, _ in done), elapsed, statistics.median(firsts))
-
-    async def _stream(self, prompt: list[int], new_tokens: int) -> tuple[int, float]:
-        """Complete one prompt; return the number of tokens, and when the first came."""
         body = {
-            "prompt": prompt,
             "max_tokens": new_tokens,
             "ignore_eos": True,
             "temperature": 0,
@@ -230,25 +219,8 @@ class HTTP:
             "stream_options": {"include_usage": True},
             **self.body,
         }
-        content = json.dumps(body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        first, tail = 0.0, b""
-        try:
-            writer.write(head.encode() + content)
-            while data := await reader.read(1 << 16):
-                tail = (tail + data)[-4000:]
-                if not first and b"data: " in tail:
-                    first = time.monotonic()
-        finally:
-            writer.close()
-        counts = re.findall(rb'"completion_tokens": ?(\d+)', tail)
-        if not first or not counts:
-            raise RuntimeError(f"a stream ended early: {tail.decode(errors='replace')}")
-        return int(counts[-1]), first
+        done = load.run(self.port, [load.post("/v1/completions", {**body, "prompt": prompt}) for prompt in prompts])
+        return Round(done.tokens, done.elapsed, done.first(0.5))
 
 
 class OurServer(HTTP):
