@@ -31,7 +31,7 @@ from harness import FRESH, Suite
 RAW_BASES = {"sync": "raw sync", "async": "raw async", "uvloop": "raw async"}
 VLLM_BASES = {"sync": "vLLM sync", "async": "vLLM async", "uvloop": "vLLM uvloop"}
 
-DEFAULT_MODEL = Path.home() / ".cache" / "enginewire" / "interop" / "hf"
+DEFAULT_MODEL = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "enginewire/interop/hf"
 """Where the interop tests put the model that vLLM's configuration is made of. Nothing is loaded from it."""
 
 BURSTS = {1: 20_000, 8: 6_000, 64: 1_500, 256: 400}
