@@ -68,10 +68,11 @@ def test_who_receives_hands_over_what_others_wait_for(pair: tuple[Face, MockEngi
     face, engine = pair
     let_callers_receive(face, engine)
     consumer = face.start("get_output")
-    wait_until(lambda: receiver_of(face)._reader, PATIENCE_S, "the consumer to receive")
+    reader = wait_until(lambda: receiver_of(face)._reader, PATIENCE_S, "the consumer to receive")
     call = face.start("call_utility", "is_sleeping")
     engine.answer_utility(engine.expect_utility("is_sleeping"), True)
     assert call.result(PATIENCE_S) is True
+    assert receiver_of(face)._reader == reader, "told only when the consumer was tired of waiting"
     engine.send_outputs([output("r", [2])])
     assert consumer.result(PATIENCE_S).outputs[0].new_token_ids == [2]
 

@@ -154,6 +154,7 @@ class SyncReceiver:
                     self._drain(link)
                 if is_there():
                     return True
+                self._tell_followers()  # it was another's
         except zmq.Again:
             return False
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
