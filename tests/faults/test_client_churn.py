@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from fault_executors import WorksOnce
 
-from client_harness import PATIENCE_S
+from client_harness import PATIENCE_S, request
 from enginewire import (
     AsyncLLM,
     ClientClosedError,
+    EngineClientError,
     EngineDeadError,
     EngineStartupError,
     EngineUnavailableError,
@@ -46,10 +48,14 @@ def client_of(llm: AsyncLLM) -> MPClient:
     return client
 
 
+def manager_of(llm: AsyncLLM) -> Any:
+    """Return what has the engine processes."""
+    return client_of(llm).resources.engine_manager
+
+
 def send_signal(llm: AsyncLLM, rank: int, number: int = signal.SIGKILL) -> int:
     """Send a signal to an engine's current process; return its id."""
-    manager: Any = client_of(llm).resources.engine_manager
-    pid: int = manager.processes[rank].popen.pid
+    pid: int = manager_of(llm).processes[rank].popen.pid
     os.kill(pid, number)
     return pid
 
@@ -203,8 +209,7 @@ async def test_an_engine_that_is_stopped_for_longer_than_the_heartbeat_is_lost_a
     """Over tcp: what ran there goes on elsewhere; were the process continued, it would run for nobody."""
     settings = {**SETTINGS, "transport": "tcp", "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
     async with AsyncLLM("echo", restart_engine=restart_engine, **settings) as llm:
-        manager: Any = client_of(llm).resources.engine_manager
-        former = manager.processes[1]
+        former = manager_of(llm).processes[1]
         streams = await Streams(llm).run()
         send_signal(llm, 1, signal.SIGSTOP)
         await streams.assert_whole()
@@ -216,6 +221,33 @@ async def test_an_engine_that_is_stopped_for_longer_than_the_heartbeat_is_lost_a
         await until(lambda: not former.is_running, "its process to end")
 
 
+async def test_a_sender_finds_that_a_stopped_engine_is_gone_and_its_process_is_ended() -> None:
+    """C-27: whoever notices first, the cause is told and nothing is left that works for nobody."""
+    settings = {**SETTINGS, "transport": "tcp", "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
+    async with AsyncLLM("echo", **settings) as llm:
+        client = client_of(llm)
+        process = manager_of(llm).processes[1]
+        send_signal(llm, 1, signal.SIGSTOP)
+        engine = client.engines[1]
+        mine = request("mine")
+        mine.data_parallel_rank = 1
+
+        def is_unreachable() -> bool:
+            try:
+                client.outbox.abort(engine, ["nobody"])
+            except zmq.ZMQError:
+                return True
+            return False
+
+        async with asyncio.timeout(START_S):  # without a turn for the receiver, which would notice it, too
+            while not is_unreachable():
+                time.sleep(0.01)
+        with pytest.raises(EngineUnavailableError, match=r"connection is gone|process has not ended since"):
+            await client.add_request_async(mine)
+        await until_states(llm, "ready", "dead")
+        await until(lambda: not process.is_running, "its process to end")
+
+
 async def test_an_engine_that_is_stopped_for_a_while_goes_on_where_it_was() -> None:
     """Over ipc there is no heartbeat: silence alone is no death."""
     async with AsyncLLM("echo", **SETTINGS) as llm:
@@ -225,6 +257,23 @@ async def test_an_engine_that_is_stopped_for_a_while_goes_on_where_it_was() -> N
         send_signal(llm, 1, signal.SIGCONT)
         await streams.assert_whole()
         assert [status.num_deaths for status in llm.engine_statuses()] == [0, 0]
+
+
+async def test_the_last_engine_that_serves_is_not_taken_out() -> None:
+    """C-54, C-55: ranks leave from the end, and those that would stay are dead."""
+    async with AsyncLLM("echo", **SETTINGS) as llm:
+        send_signal(llm, 0)
+        await until_states(llm, "dead", "ready")
+        with pytest.raises(EngineClientError, match="would stay, are dead"):
+            await llm.scale_elastic_ep(1)
+        await llm.scale_elastic_ep(2)
+        await llm.scale_elastic_ep(3)
+        await until_states(llm, "dead", "ready", "ready")
+        params = SamplingParams(temperature=0, max_tokens=3)
+        told = [output.outputs[0].engine_index async for output in llm.generate(TEXT, params)]
+        assert told[-1] in (1, 2)
+        await llm.scale_elastic_ep(2)
+        await until_states(llm, "dead", "ready")
 
 
 async def killed(llm: AsyncLLM) -> None:

@@ -25,6 +25,15 @@ from enginewire import (
 HANG_S: Final = 150.0
 """A request that is not done by then hangs: more than ``failover_timeout_s`` and all its steps on a busy machine."""
 
+SIGNS: Final = (
+    "killed by signal 9",
+    "failing at step",
+    "it was taken out",
+    "the connection to it was lost",
+    "its connection is gone",
+)
+"""Causes of what engines suffer here."""
+
 End = Literal["finish", "abort", "leave", "cancel"]
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz .,"
@@ -239,7 +248,7 @@ def check_tokens(plan: Plan, one: Got) -> None:
 
 def excuse_of(plan: Plan, cause: str) -> str | None:
     """Return why a request may fail like this; ``None``: it may not."""
-    if not any(sign in cause for sign in ("killed by signal 9", "it was taken out", "the connection to it was lost")):
+    if not any(sign in cause for sign in SIGNS):
         return None
     if plan.is_seeded and cause.endswith("seed: the random numbers begin anew"):
         return "seeded"

@@ -151,7 +151,12 @@ def test_many_minutes(show: Show, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(MINUTES * 60 + 300)
 def test_over_tcp_who_is_stopped_for_long_is_lost(show: Show, caplog: pytest.LogCaptureFixture) -> None:
-    """Issue 6, shows: the same with heartbeats, for a third of the time."""
+    """Issue 6, shows: the same with heartbeats, and with engines that die of an error, for a third of the time."""
     caplog.set_level(logging.ERROR, "enginewire")
-    heartbeat = {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
-    run("tcp", MINUTES * 20, show, num_users=32, pace=1.0, transport="tcp", **heartbeat)
+    settings: dict[str, Any] = {
+        "transport": "tcp",
+        "heartbeat_interval_s": 0.2,
+        "heartbeat_timeout_s": 1.0,
+        "executor_options": {**SETTINGS["executor_options"], "fail_at_step": 3000},
+    }
+    run("tcp", MINUTES * 20, show, num_users=32, pace=1.0, **settings)

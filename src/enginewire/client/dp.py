@@ -52,7 +52,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             ConfigError: not a number of engines.
             EngineStartupError: a new engine could not be started; the others serve on.
             NotImplementedError: these engines are not this client's to start and stop one by one; says why.
-            EngineClientError: their number is being changed already.
+            EngineClientError: their number is being changed already, or only dead engines would be left.
         """
         size = new_data_parallel_size
         if type(size) is not int or size < 1:
@@ -69,7 +69,8 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             count = len(self.engines)
             if size > count:
                 await self._grow(range(count, size))
-            else:
+            elif size < count:
+                self._ensure_one_is_left(size)
                 await self._shrink([self.engines[index] for index in range(size, count)], drain_s)
         finally:
             self.is_scaling = False
@@ -120,6 +121,14 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         config.data_parallel_size = config.data_parallel_size_local = self.config.data_parallel_size
         returns.specs[index] = replace(template, config=config, engine_index=index)
         returns.start(engine, monotonic())
+
+    def _ensure_one_is_left(self, size: int) -> None:
+        """Refuse to take out all that serve: ranks are taken from the end, whoever is dead."""
+        if all(self.engines[index].state is EngineState.DEAD for index in range(size)):
+            raise EngineClientError(
+                f"the {size} engines of the lowest ranks, which would stay, are dead, and none would serve any longer; "
+                "have more engines instead of fewer, or start this program anew"
+            )
 
     async def _shrink(self, leaving: Sequence[Engine], drain_s: float) -> None:
         before = [(engine, engine.state) for engine in leaving]

@@ -295,9 +295,12 @@ class MPClient(EngineCoreClient):
         A process that was killed loses its connections some milliseconds before its exit status is known, and that is
         what the caller should hear. So this waits, once in an engine's life, also under the lock and on a loop.
         """
-        manager = self.resources.engine_manager if engine.is_ours else None
-        death = manager.wait_for_death(LAST_WORDS_S, engine.index) if manager is not None else None
-        self._on_death(death or EngineDeath(engine.index, f"its connection is gone ({exc.strerror})"))
+        manager, death = self.resources.engine_manager, None
+        sign = f"its connection is gone ({exc.strerror})"
+        if engine.is_ours and manager is not None:
+            manager.expect_death(sign, engine.index)  # a process that is stopped, or hangs, is to end, too
+            death = manager.wait_for_death(LAST_WORDS_S, engine.index)
+        self._on_death(death or EngineDeath(engine.index, sign))
         return self._unavailable(engine)
 
     def _unavailable(self, engine: Engine | None = None) -> EngineClientError:
