@@ -229,10 +229,10 @@ def measure(suite: Suite, column: str, server: Server, level: Level) -> None:
 
 
 def levels(*, quick: bool) -> list[Level]:
-    """Return what is measured. A paced level takes some four seconds, one at full speed what the server needs."""
-    paced = [Level(streams, 64, PACE_S) for streams in ((64,) if quick else (1, 16, 64, 256))]
+    """Return what is measured. A paced level takes seven seconds, one at full speed what the server needs."""
+    paced = [Level(streams, 128, PACE_S) for streams in ((64,) if quick else (1, 16, 64, 256))]
     fast = [Level(64, 1000)] if quick else [Level(1, 4000), Level(64, 1000), Level(256, 250)]
-    return [*paced, Level(64, 64, PACE_S, is_chat=True), *fast]
+    return [*paced, Level(64, 128, PACE_S, is_chat=True), *fast]
 
 
 def main() -> None:
