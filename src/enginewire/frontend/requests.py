@@ -42,6 +42,7 @@ class CompletionState:
         "stop_reason",
         "times",
         "token_ids",
+        "wants_logprobs",
     )
 
     def __init__(self, request: RequestState, index: int, engine_id: str, detokenizer: IncrementalDetokenizer | None):
@@ -52,6 +53,7 @@ class CompletionState:
         self.detokenizer = detokenizer
         self.times = CompletionTimes(request.arrival_ts, len(request.prompt_token_ids))
         self.has_stop_strings = detokenizer is not None and bool(request.params.stop)
+        self.wants_logprobs = request.params.logprobs is not None
         self.token_ids: list[int] = []
         self.num_taken = 0
         self.end_taken = False
@@ -71,7 +73,7 @@ class CompletionState:
                 stop_string = self._append_until_stop(new, reason)
             else:
                 self.token_ids += new
-            if self.request.params.logprobs is not None and output.new_logprobs is not None:
+            if self.wants_logprobs and output.new_logprobs is not None:
                 self.raw_logprobs.append(output.new_logprobs)
         if stop_string is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
@@ -88,10 +90,11 @@ class CompletionState:
             self._convert_logprobs()
         text, logprobs = "", self.logprobs
         if (detokenizer := self.detokenizer) is not None:
-            if not self.has_stop_strings:
+            if self.has_stop_strings:
+                text = detokenizer.take_delta(reason is not None)
+            else:
                 has_end = reason is not None and bool(new) and self._ends_without_text
-                detokenizer.append(new[:-1] if has_end else new)
-            text = detokenizer.take_delta(reason is not None)
+                text = detokenizer.append_and_take(new[:-1] if has_end else new, reason is not None)
             if request.kind is not DELTA:
                 text = detokenizer.taken_text
         if request.kind is DELTA:
@@ -99,13 +102,12 @@ class CompletionState:
         elif reason is None:  # a snapshot: ours go on growing
             token_ids, logprobs = token_ids.copy(), logprobs.copy()
         self.end_taken = reason is not None
-        wants_logprobs = request.params.logprobs is not None
         return CompletionOutput(
             self.index,
             text,
             token_ids,
-            self.cumulative_logprob if wants_logprobs else None,
-            logprobs if wants_logprobs else None,
+            self.cumulative_logprob if self.wants_logprobs else None,
+            logprobs if self.wants_logprobs else None,
             None if reason is None else str(reason),
             self.stop_reason,
             self.engine_index,

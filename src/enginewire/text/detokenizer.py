@@ -87,6 +87,16 @@ class IncrementalDetokenizer:
         self._open.append(new)
         return None
 
+    def append_and_take(self, new_token_ids: Sequence[int], finished: bool) -> str:
+        """Do :meth:`append` and :meth:`take_delta` in one. Only where there is no stop string to look for."""
+        delta = self._decode(new_token_ids)
+        if finished:
+            self._open.append(delta)
+            return self.take_delta(True)
+        if delta:
+            self._taken.append(delta)
+        return delta
+
     def take_delta(self, finished: bool) -> str:
         """Return the text that has not been returned before, as far as it is certain.
 
@@ -107,7 +117,10 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         bytes_of = self._bytes_of
-        data = self._undecoded + b"".join([bytes_of(token_id, b"") for token_id in token_ids])
+        if len(token_ids) == 1:
+            data = self._undecoded + bytes_of(token_ids[0], b"")
+        else:
+            data = self._undecoded + b"".join([bytes_of(token_id, b"") for token_id in token_ids])
         text, num_decoded = utf_8_decode(data, "replace", False)
         self._undecoded = data[num_decoded:]
         if self._strips_space and text:
