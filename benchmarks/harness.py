@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -50,11 +51,11 @@ class Row:
 class Suite:
     """The figures of one benchmark.
 
-    ``bases`` names the column that a column is compared with, in tables and by ``bench-check``.
+    ``bases`` names the columns that a column is compared with, in tables and by ``bench-check``.
     """
 
     name: str
-    bases: dict[str, str] = field(default_factory=dict)
+    bases: dict[str, Sequence[str]] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
 
@@ -66,25 +67,29 @@ class Suite:
         """Return the columns in the order in which they appeared."""
         return list(dict.fromkeys(column for row in self.rows.values() for column in row.values))
 
-    def ratios(self) -> dict[tuple[str, str], float]:
-        """Return the ratio of every cell that has a base, by row and column."""
+    def ratios(self) -> dict[tuple[str, str, str], float]:
+        """Return the ratios of every cell that has bases, by row, column and base."""
         return {
-            (row.name, column): row.ratio(column, base)
+            (row.name, column, base): row.ratio(column, base)
             for row in self.rows.values()
-            for column, base in self.bases.items()
+            for column, bases in self.bases.items()
+            for base in bases
             if column in row.values and base in row.values
         }
 
+    def versus(self, row: Row, column: str) -> str:
+        """Return the ratios of one cell as text, in the order of its bases; nothing if it has none."""
+        ratios = [row.ratio(column, base) for base in self.bases.get(column, ()) if base in row.values]
+        return "".join(f" ×{ratio:.2f}" for ratio in ratios)
+
     def table(self) -> str:
-        """Return the medians as text; behind a median how many times better it is than its base."""
-        ratios = self.ratios()
+        """Return the medians as text; behind a median how many times better it is than its bases."""
         cells = [["", *self.columns()]]
         for row in self.rows.values():
             cells.append([row.name])
             for column in self.columns():
-                text = figure(row.median(column)) if column in row.values else ""
-                ratio = ratios.get((row.name, column))
-                cells[-1].append(text if ratio is None else f"{text} (×{ratio:.2f})")
+                is_there = column in row.values
+                cells[-1].append(figure(row.median(column)) + self.versus(row, column) if is_there else "")
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join(
             "  ".join(

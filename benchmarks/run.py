@@ -56,9 +56,9 @@ def shortfalls(suite: str, folder: Path) -> tuple[int, list[str]]:
     now, then = Suite.load(folder / f"{suite}.json").ratios(), Suite.load(RESULTS / f"{suite}.json").ratios()
     both = [cell for cell in then if cell in now]
     short = [
-        f"{suite}: {row}, {column}: ×{now[row, column]:.2f}, was ×{then[row, column]:.2f}"
-        for row, column in both
-        if now[row, column] < LOOSE * then[row, column]
+        f"{suite}: {row}, {column} against {base}: ×{now[row, column, base]:.2f}, was ×{then[row, column, base]:.2f}"
+        for row, column, base in both
+        if now[row, column, base] < LOOSE * then[row, column, base]
     ]
     return len(both), short
 
