@@ -185,8 +185,8 @@ def main() -> None:
     lines = [
         "# Results of the last full run",
         "",
-        "Made by `make bench` and `python benchmarks/run.py --publish`. A cell is the median of the rounds, in brackets",
-        "their smallest and largest, then how many times better (×) it is than the columns it is compared with, in the",
+        "Made by `make bench` and `python benchmarks/run.py --publish`. A cell is the median of the rounds, in",
+        "brackets their smallest and largest, then how many times better (×) it is than the columns it is compared with, in the",
         "same run. Absolute figures belong to one shared machine and one day: read the ratios.",
         "",
         "## Targets",

@@ -58,6 +58,7 @@ class EngineConfig:
             actor for each, see docs/ray.md. The frontend then binds to this node's address in the cluster.
         ray_resources: what Ray sets aside for each engine, ``{"CPU": 4}``; names of your own choose among nodes.
         load_balancer: how a client with several engines picks one, see :mod:`enginewire.client.balancer`.
+        enable_elastic_ep: one engine may become several while serving, see ``scale_elastic_ep``; several always may.
         wire_version: the vLLM version whose layout an engine speaks: ``0.25.1`` or ``0.32.0``; ``None``: what a
             frontend's first request shows. Clients find out by themselves.
         heartbeat_interval_s, heartbeat_timeout_s: tcp only: a host that is silent for so long is lost.
@@ -108,6 +109,7 @@ class EngineConfig:
     data_parallel_backend: Backend = "mp"
     ray_resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     load_balancer: str = "prefix"
+    enable_elastic_ep: bool = False
     wire_version: str | None = None
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 10.0

@@ -268,10 +268,22 @@ def test_what_is_no_number_of_engines_is_refused(http: httpx.Client, body: dict[
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-def test_a_server_of_one_engine_stays_with_it_and_says_so(http: httpx.Client) -> None:
-    refused = http.post("/scale_elastic_ep", json={"new_data_parallel_size": 2})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cannot_scale")
-    assert "--data-parallel-size 2" in refused.json()["error"]["message"]
+def test_a_server_of_one_engine_grows() -> None:
+    """What a user tries first: neither flag nor second engine is needed for it."""
+    with serve("echo", "--admin", *STEP) as served, Load(served, 4) as load:
+        load.go_on(4)
+        assert scale(served, 2).status_code == 200
+        load.go_on(20)
+        assert healths(served) == ["ready"] * 2
+        assert scale(served, 1).status_code == 200
+        load.go_on(4)
+
+
+def test_a_server_that_was_made_for_one_engine_stays_with_it_and_says_so() -> None:
+    with serve("echo", "--admin", "--set", "enable_elastic_ep=false") as served:
+        refused = scale(served, 2)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cannot_scale")
+        assert "enable_elastic_ep" in refused.json()["error"]["message"]
 
 
 LOCK_STEP = "--engine enginewire.executors.lock_step:LockStepEchoExecutor --set data_parallel_lock_step=true"

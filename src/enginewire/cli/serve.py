@@ -86,7 +86,8 @@ def execute(args: argparse.Namespace) -> None:
         from enginewire.server.run import serve
     except ImportError as exc:
         raise EngineClientError(f'the server needs more packages ({exc}): pip install "enginewire[serve]"') from exc
-    config = engine_config(args, _limits(args))
+    may_grow = args.admin and args.api_server_count in (None, 1)  # from one engine, too: several always may
+    config = engine_config(args, {"enable_elastic_ep": may_grow, **_limits(args)})
     settings = _settings(args, config.model)
     set_up_logging(args.log_level.upper())
     status = uvloop.run(serve(config, settings, lambda url: announce(f"Serving {settings.model_name} at {url}")))

@@ -99,7 +99,7 @@ class EngineCoreClient(UtilityOperations):
         """
         from enginewire.client import async_mp, dp
 
-        if config.data_parallel_size == 1:
+        if config.data_parallel_size == 1 and not config.enable_elastic_ep:
             client_class = async_mp.AsyncMPClient
         elif config.data_parallel_external_lb:
             client_class = dp.DPAsyncMPClient

@@ -169,7 +169,7 @@ async def scale_elastic_ep(context: Context, request: Request) -> Reply:
         await context.llm.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
     except NotImplementedError as exc:
         is_one = len(context.llm.engine_statuses()) == 1
-        reason = "a server that starts with one engine stays with it; start it with --data-parallel-size 2 or more"
+        reason = "this server was made for one engine; make it with enable_elastic_ep=True"
         raise HTTPError(400, reason if is_one else str(exc), code="cannot_scale") from exc
     except EngineStartupError as exc:  # not the tail of its log: that may hold anything
         what, *_ = str(exc).splitlines()
