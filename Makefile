@@ -19,7 +19,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 RAY_STAMP := $(VENV)/.installed-ray
 
-.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core ray-test bench bench-check bench-llm bench-serve ci clean
+.PHONY: help setup run serve test fmt lint types check docs faults soak interop interop-core ray-test bench bench-check bench-publish ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,21 +74,19 @@ interop-core: $(DEV_STAMP) ## the part of it that .ci/run runs
 ray-test: $(RAY_STAMP) ## engines on a Ray cluster of three nodes, simulated here; installs it into .venv
 	$(PYTEST) tests/ray $(ARGS)
 
-bench: $(DEV_STAMP) ## tokens per second through LLM and of the bare engine, in one run
+bench: $(DEV_STAMP) ## all benchmarks, against vLLM too where make interop has made one; ARGS="--quick" ARGS="client llm"
 	@$(BIN)/enginewire pull
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+	@benchmarks/setup_llama.sh
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-check: $(DEV_STAMP) ## like bench; fails if LLM reaches less than 0.95 of the bare engine
+bench-check: $(DEV_STAMP) ## the quick benchmarks; fails if a ratio is far below that of the last full run
 	@$(BIN)/enginewire pull
-	$(BIN)/python benchmarks/bench.py --min-ratio 0.95 $(ARGS)
+	@benchmarks/setup_llama.sh
+	$(BIN)/python benchmarks/run.py --check $(ARGS)
 
-bench-llm: $(DEV_STAMP) ## end to end, against a bare OpenVINO loop and llama.cpp; ARGS="--vllm PYTHON" against vLLM too
-	@$(BIN)/enginewire pull
-	benchmarks/setup_llama.sh
-	$(BIN)/python benchmarks/bench_llm.py $(ARGS)
-
-bench-serve: $(DEV_STAMP) ## what the server streams at 1, 16, 64, 256 streams, and its CPU time; about two minutes
-	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+bench-publish: $(VENV)/pyvenv.cfg ## make the last figures the committed ones: benchmarks/RESULTS.md and its charts
+	$(PIP) install 'matplotlib>=3.8'
+	$(BIN)/python benchmarks/run.py --publish
 
 ci: ## what continuous integration runs
 	.ci/run

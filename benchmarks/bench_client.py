@@ -7,7 +7,7 @@ least code that reads the same messages (pyzmq and msgspec, blocking or with zmq
 0.25.1 if the Python of an environment that has it is given. Each runs in a process of its own, all take turns, and the
 garbage collector passes over what was there once they were connected.
 
-Prints two tables, against the least code and against vLLM, and saves both.
+Prints a table and saves it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from client_contestants import CONTESTANTS
 from fake_engine import FakeEngine, step_message
 from harness import FRESH, Suite
 
-RAW_BASES = {"sync": "raw sync", "async": "raw async", "uvloop": "raw async"}
-VLLM_BASES = {"sync": "vLLM sync", "async": "vLLM async", "uvloop": "vLLM uvloop"}
+BASES = {
+    "sync": ["raw sync", "vLLM sync"],
+    "async": ["raw async", "vLLM async"],
+    "uvloop": ["raw async", "vLLM uvloop"],
+}
 
 DEFAULT_MODEL = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "enginewire/interop/hf"
 """Where the interop tests put the model that vLLM's configuration is made of. Nothing is loaded from it."""
@@ -135,7 +138,7 @@ def note_start(suite: Suite, contestant: Contestant) -> None:
 
 def run(columns: Sequence[str], *, rounds: int, scale: float, vllm: str | None) -> Suite:
     """Measure."""
-    suite = Suite("client", RAW_BASES)
+    suite = Suite("client", BASES)
     unread, size = int(UNREAD * scale), len(step_message(64))
     with FakeEngine() as engine, contextlib.ExitStack() as stack:
         measure_starts(suite, columns, engine, vllm)
@@ -170,10 +173,7 @@ def main() -> None:
     columns = [each for each in CONTESTANTS if each in wanted and (arguments.vllm or not each.startswith("vLLM"))]
     rounds = arguments.rounds or (3 if arguments.quick else 7)
     suite = run(columns, rounds=rounds, scale=0.25 if arguments.quick else 1.0, vllm=arguments.vllm)
-    print("Against the least code:", suite.table(), f"saved as {suite.save(arguments.out)}", sep="\n")
-    if any(column.startswith("vLLM") for column in columns):
-        versus = Suite("client_vllm", VLLM_BASES, suite.rows)
-        print("", "Against vLLM:", versus.table(), f"saved as {versus.save(arguments.out)}", sep="\n")
+    print(suite.table(), f"saved as {suite.save(arguments.out)}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="ignored: the peer's codec is measured with its clients")
     arguments = parser.parse_args()
     gc.freeze()
-    suite = Suite("codec", bases={OURS: RAW})
+    suite = Suite("codec", bases={OURS: [RAW]})
     for _ in range(1 if arguments.quick else 5):
         measure(suite, 0.02 if arguments.quick else 0.05)
     print(suite.table())

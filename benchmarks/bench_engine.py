@@ -246,7 +246,7 @@ def note_delays(suite: Suite, what: str, column: str, delays: list[float]) -> No
 
 def run(rounds: int, seconds: float, num_steps: dict[int, int], samples: int) -> Suite:
     """Measure everything, round by round."""
-    suite = Suite("engine", bases={ENGINE: BARE, CHILD: BARE})
+    suite = Suite("engine", bases={ENGINE: [BARE], CHILD: [BARE]})
     for i in range(rounds):
         for num_running, count in num_steps.items():
             measure_stages(suite, num_running, seconds)

@@ -43,7 +43,7 @@ from enginewire.models import cache_dir, resolve_model
 MODEL = "smollm2-135m"
 INTEROP = Path(os.environ.get("ENGINEWIRE_INTEROP_DIR") or cache_dir() / "interop")
 LLAMA = cache_dir() / "bench" / "llama" / "bin" / "python"
-BASES = {"LLM": "bare OpenVINO", "server": "bare OpenVINO", "vLLM": "LLM", "llama.cpp": "LLM"}
+BASES = {"LLM": ["bare OpenVINO", "vLLM", "llama.cpp"], "server": ["bare OpenVINO", "llama.cpp"]}
 PEERS = ("llama.cpp", "vLLM")
 """Much slower in large batches, so that few rounds will do."""
 

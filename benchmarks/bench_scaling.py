@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FRESH, metavar="FOLDER")
     args = parser.parse_args()
     rounds = args.rounds or (1 if args.quick else 3)
-    suite = Suite("scaling", {OURS: PROPORTION})
+    suite = Suite("scaling", {OURS: [PROPORTION]})
     keep_collections_rare()  # as our server does
     for measure in (requests_in_flight, prompts, engines):
         uvloop.run(measure(suite, rounds))

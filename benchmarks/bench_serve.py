@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter with vLLM")
     parser.add_argument("--out", type=Path, default=FRESH, metavar="FOLDER")
     args = parser.parse_args()
-    suite = Suite("serve", {OURS: VLLM})
+    suite = Suite("serve", {OURS: [VLLM]})
     with contextlib.ExitStack() as stack:
         tokenizer = None if args.vllm is None else model_of(args.vllm)
         servers = {OURS: stack.enter_context(ours(tokenizer))}

@@ -82,6 +82,13 @@ class Suite:
         ratios = [row.ratio(column, base) for base in self.bases.get(column, ()) if base in row.values]
         return "".join(f" ×{ratio:.2f}" for ratio in ratios)
 
+    def legend(self) -> str:
+        """Return what the ratios are to."""
+        there = self.columns()
+        against = {column: [base for base in bases if base in there] for column, bases in self.bases.items()}
+        parts = [f"{column} against {', then '.join(bases)}" for column, bases in against.items() if bases]
+        return f"×: {'; '.join(parts)}." if parts else ""
+
     def table(self) -> str:
         """Return the medians as text; behind a median how many times better it is than its bases."""
         cells = [["", *self.columns()]]
@@ -91,7 +98,7 @@ class Suite:
                 is_there = column in row.values
                 cells[-1].append(figure(row.median(column)) + self.versus(row, column) if is_there else "")
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
+        return f"{self.legend()}\n" + "\n".join(
             "  ".join(
                 cell.ljust(width) if i == 0 else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))

@@ -91,7 +91,7 @@ def targets() -> Iterable[Target]:
 def markdown(suite: Suite) -> Iterable[str]:
     """Yield a suite's table: medians, and in brackets the smallest and the largest round, then ratios."""
     columns = suite.columns()
-    yield "×: " + "; ".join(f"{column} against {', then '.join(bases)}" for column, bases in suite.bases.items()) + "."
+    yield suite.legend()
     yield ""
     yield "| | " + " | ".join(columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
@@ -185,9 +185,9 @@ def main() -> None:
     lines = [
         "# Results of the last full run",
         "",
-        "Made by `make bench` and `python benchmarks/run.py --publish`. A cell is the median of the rounds, in",
-        "brackets their smallest and largest, then how many times better (×) it is than the columns it is compared with in",
-        "the same run. Absolute figures belong to one shared machine and one day: read the ratios.",
+        "Made by `make bench` and `make bench-publish`. A cell is the median of the rounds, in brackets their smallest and",
+        "largest, then how many times better (×) it is than the columns it is compared with in the same run. Absolute",
+        "figures belong to one shared machine and one day: read the ratios.",
         "",
         "## Targets",
         "",
