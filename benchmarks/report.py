@@ -185,9 +185,9 @@ def main() -> None:
     lines = [
         "# Results of the last full run",
         "",
-        "Made by `make bench` and `make bench-publish`. A cell is the median of the rounds, in brackets their smallest and",
-        "largest, then how many times better (×) it is than the columns it is compared with in the same run. Absolute",
-        "figures belong to one shared machine and one day: read the ratios.",
+        "Made by `make bench` and `make bench-publish`. A cell is the median of the rounds, in brackets their smallest",
+        "and largest, then how many times better (×) it is than the columns it is compared with in the same run.",
+        "Absolute figures belong to one shared machine and one day: read the ratios.",
         "",
         "## Targets",
         "",
