@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import logging
-import secrets
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class UtilityCalls:
         self._allow_pickle = allow_pickle
         # Reentrant: the garbage collector may shut another part of the client down in the middle of a call.
         self._lock = threading.RLock()
-        self._ids = itertools.count(secrets.randbits(62))
+        self._ids = itertools.count(int.from_bytes(os.urandom(7), "big"))
         self._pending: dict[int, Call[Any]] = {}
         self._closed: Callable[[], BaseException] | None = None
 

@@ -20,7 +20,6 @@ from msgspec import Struct, field
 from enginewire.config import DEFAULT_MODEL, EngineConfig
 from enginewire.engine.spec import EngineSpec
 from enginewire.errors import ConfigError
-from enginewire.models import ALIASES
 
 VLLM: Final = "vllm"
 """The executor's name. No such executor is registered: it would load vLLM into our process."""
@@ -63,6 +62,8 @@ def vllm_options(config: EngineConfig) -> VLLMOptions:
         )
     if shutil.which(options.python) is None:
         raise ConfigError(f"the engine vllm cannot run {options.python!r}: no such program, or it is not executable")
+    from enginewire.models import ALIASES  # here: the store brings hashlib and tokenizers, 5 MB that no client needs
+
     if config.model in ALIASES:
         default = ", the default here," if config.model == DEFAULT_MODEL else ""
         raise ConfigError(f"{config.model}{default} is a model for openvino; vllm needs a Hugging Face folder or name")
