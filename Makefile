@@ -59,6 +59,7 @@ faults: $(DEV_STAMP) ## kill, stop, starve and confuse engines and clients
 	$(PYTEST) -q tests/faults $(ARGS)
 
 soak: $(DEV_STAMP) ## the tests that take minutes: half an hour of chaos among them; ENGINEWIRE_SOAK_MINUTES=5
+	@$(BIN)/enginewire pull
 	$(PYTEST) -m slow $(ARGS)
 
 interop: $(DEV_STAMP) ## against real vLLM 0.25.1 and 0.32.0, made in your cache if missing (11 GB); ARGS="-k 0.25.1"
