@@ -153,6 +153,11 @@ class Ours:
         while (stats := self._client.get_output().scheduler_stats) is None or stats.num_running_reqs == 0:
             pass
         threading.Event().wait(after)
+        while True:  # what came meanwhile, or the loop below would believe it
+            try:
+                assert not self._client.get_output(timeout=0).outputs, "the prompt was computed before it was aborted"
+            except TimeoutError:
+                break
         start = time.monotonic()
         self._client.abort_requests([request_id])
         while (stats := self._client.get_output().scheduler_stats) is None or stats.kv_cache_usage > 0:
