@@ -65,6 +65,8 @@ async def soak(story: Story, llm: AsyncLLM, *, num_users: int, pace: float) -> N
     await settled(client, before)
     assert memory_mb() < memory + MOST_GROWTH_MB
     assert loop_errors == []
+    if story.seconds > 60:
+        assert story.counts["request: finish"] > story.counts["request: unavailable"], "there were engines"
     assert client.inbox.dropped == 0, "no message made no sense"
     story.say(str(dict(sorted(story.counts.items()))))
 
