@@ -121,35 +121,33 @@ def run_once(suite: Suite, contestant: Contestant, scale: float) -> None:
             suite.add(row, contestant.column, value, lower_is_better=lower_is_better)
 
 
-def measure_starts(suite: Suite, columns: Sequence[str], engine: FakeEngine, vllm: str | None) -> None:
-    """Start each contestant a few times, and vLLM's once: that takes half a minute."""
-    for _ in range(STARTS):
-        for column in columns:
-            if not column.startswith("vLLM"):
-                with Contestant(column, engine, vllm) as contestant:
-                    note_start(suite, contestant)
+def note_start(suite: Suite, contestant: Contestant, unread: int) -> None:
+    """Note how long a new process took to connect, its memory then, and what that grows by if nobody reads.
 
-
-def note_start(suite: Suite, contestant: Contestant) -> None:
-    """Note how long it took to connect, and its memory then."""
-    suite.add("process start to connected, s", contestant.column, contestant.start_s, lower_is_better=True)
-    suite.add("resident memory, MB", contestant.column, contestant.memory_mb, lower_is_better=True)
+    Growth is measured in a new process only: memory that was used and freed would hide what is needed.
+    """
+    for row, value in (
+        ("process start to connected, s", contestant.start_s),
+        ("resident memory, MB", contestant.memory_mb),
+        ("growth per unread message, × its size", contestant.measure("growth", unread, 64, len(step_message(64)))),
+    ):
+        suite.add(row, contestant.column, value, lower_is_better=True)
 
 
 def run(columns: Sequence[str], *, rounds: int, scale: float, vllm: str | None) -> Suite:
     """Measure."""
     suite = Suite("client", BASES)
-    unread, size = int(UNREAD * scale), len(step_message(64))
+    unread = int(UNREAD * scale)
     with FakeEngine() as engine, contextlib.ExitStack() as stack:
-        measure_starts(suite, columns, engine, vllm)
+        for _ in range(STARTS - 1):
+            for column in columns:
+                if not column.startswith("vLLM"):  # it takes half a minute
+                    with Contestant(column, engine, vllm) as contestant:
+                        note_start(suite, contestant, unread)
         contestants = []
         for column in columns:
             contestants.append(stack.enter_context(Contestant(column, engine, vllm)))
-            if column.startswith("vLLM"):
-                note_start(suite, contestants[-1])
-        for contestant in contestants:  # first: memory that was used and freed would hide what is needed
-            growth = contestant.measure("growth", unread, 64, size)
-            suite.add("growth per unread message, × its size", contestant.column, growth, lower_is_better=True)
+            note_start(suite, contestants[-1], unread)
         for contestant in contestants:
             run_once(Suite("warm-up"), contestant, 0.1)
         for _ in range(rounds):
