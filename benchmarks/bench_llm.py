@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,6 @@ BASES = {"LLM": ["bare OpenVINO", "vLLM", "llama.cpp"], "server": ["bare OpenVIN
 PEERS = ("llama.cpp", "vLLM")
 """Much slower in large batches, so that few rounds will do."""
 
-PROMPT_TOKENS = 32
 LONG_PROMPT_TOKENS = 4000
 SEED = 20250101
 PAUSE_S = 0.002
@@ -148,23 +148,51 @@ class Lineup:
         return Contestant(name, self._pythons[name], self._settings)
 
 
-def random_prompts(rng: random.Random, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
+def random_prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
     """Return prompts that nobody has seen."""
     return [[rng.randrange(1000, 40000) for _ in range(length)] for _ in range(count)]
 
 
-def measure_batch(suite: Suite, lineup: Lineup, batch: int, tokens: int, rounds: dict[str, int], rng: Any) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured; ``tokens`` by batch size, ``rounds`` by contestant.
+
+    A quick run has llama.cpp in small batches only: 64 requests would take it half of the whole run's time.
+    """
+
+    quick: bool
+    prompt_tokens: int
+    tokens: dict[int, int]
+    rounds: int
+    peer_rounds: int
+    more_starts: int
+    aborts: int
+
+    def rounds_of(self, name: str, batch: int) -> int:
+        """Return how many rounds a contestant runs."""
+        if self.quick and name == "llama.cpp" and batch > 16:
+            return 0
+        return self.peer_rounds if name in PEERS else self.rounds
+
+
+FULL = Plan(False, 32, {1: 128, 16: 64, 64: 64}, rounds=7, peer_rounds=3, more_starts=2, aborts=10)
+QUICK = Plan(True, 16, {1: 48, 16: 16, 64: 8}, rounds=2, peer_rounds=1, more_starts=0, aborts=2)
+
+
+def measure_batch(suite: Suite, lineup: Lineup, batch: int, plan: Plan, rng: random.Random) -> None:
     """Run rounds of one batch size; who is first changes."""
+    tokens = plan.tokens.get(batch, 32)
+    rounds = {name: count for name in lineup.here if (count := plan.rounds_of(name, batch))}
     what = f"{batch} request{'s' * (batch > 1)}"
-    for contestant in lineup.here.values():
+    for contestant in (lineup.here[name] for name in rounds):
         if contestant.name == "llama.cpp":
             contestant.call("prepare", batch)
         contestant.run(random_prompts(rng, batch, 4), 2)  # warms up
         contestant.settle()
     idle_share = 0.0
     for index in range(max(rounds.values())):
-        names = [name for name in lineup.here if index < rounds[name]]
-        prompts = random_prompts(rng, batch)
+        names = [name for name, count in rounds.items() if index < count]
+        prompts = random_prompts(rng, batch, plan.prompt_tokens)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             contestant = lineup.here[name]
             others = [other for other in lineup.here.values() if other is not contestant]
@@ -217,9 +245,7 @@ def main() -> None:
     pythons = {"LLM": own, "bare OpenVINO": own, "server": own}
     pythons |= {name: python for name, python in (("llama.cpp", llama), ("vLLM", arguments.vllm)) if python}
     pythons = {name: python for name, python in pythons.items() if name not in arguments.without}
-    num_rounds = 2 if arguments.quick else 7
-    rounds = dict.fromkeys(pythons, num_rounds) | dict.fromkeys(PEERS, 1 if arguments.quick else 3)
-    tokens = {1: 48, 16: 16, 64: 8} if arguments.quick else {1: 128, 16: 64, 64: 64}
+    plan = QUICK if arguments.quick else FULL
 
     rng = random.Random(SEED)
     suite = Suite("llm", BASES)
@@ -228,12 +254,12 @@ def main() -> None:
         lineup.start_all()
         for name, contestant in lineup.here.items():
             suite.add("ready, s", name, contestant.ready_s, lower_is_better=True)
-        for _ in range(0 if arguments.quick else 2):
-            for name in pythons:
+        for _ in range(plan.more_starts):
+            for name in [name for name in pythons if name != "vLLM"]:  # a minute each
                 suite.add("ready, s", name, lineup.time_start(name), lower_is_better=True)
         for batch in arguments.batches:
-            measure_batch(suite, lineup, batch, tokens.get(batch, 32), rounds, rng)
-        measure_long_prompt(suite, lineup, 2 if arguments.quick else 10, rng)
+            measure_batch(suite, lineup, batch, plan, rng)
+        measure_long_prompt(suite, lineup, plan.aborts, rng)
     print(suite.table())
     print(suite.save(arguments.out))
 
