@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--vllm-model", default=str(DEFAULT_MODEL), help="a Hugging Face folder for its configuration")
     parser.add_argument("--only", help="columns, separated by commas, e.g. 'raw sync,sync'")
     arguments = parser.parse_args()
-    os.environ["VLLM_BENCH_MODEL"] = arguments.vllm_model
+    os.environ.update(BENCH_HF_MODEL=arguments.vllm_model, VLLM_LOGGING_LEVEL="ERROR")
     wanted = arguments.only.split(",") if arguments.only else list(CONTESTANTS)
     columns = [each for each in CONTESTANTS if each in wanted and (arguments.vllm or not each.startswith("vLLM"))]
     rounds = arguments.rounds or (3 if arguments.quick else 7)

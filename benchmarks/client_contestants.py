@@ -206,11 +206,11 @@ class _Vllm(_Client):
 
 
 def _vllm_config(addresses: tuple[str, str]) -> tuple[Any, Any, dict[str, str]]:
-    """Make a configuration by the public arguments, for a model folder that VLLM_BENCH_MODEL names."""
+    """Make a configuration by the public arguments, for a model folder that BENCH_HF_MODEL names."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor import Executor
 
-    arguments = EngineArgs(os.environ["VLLM_BENCH_MODEL"], max_model_len=2048, enforce_eager=True, dtype="bfloat16")
+    arguments = EngineArgs(os.environ["BENCH_HF_MODEL"], max_model_len=2048, enforce_eager=True, dtype="bfloat16")
     config = arguments.create_engine_config()
     return config, Executor.get_class(config), {"input_address": addresses[0], "output_address": addresses[1]}
 
