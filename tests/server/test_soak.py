@@ -1,4 +1,4 @@
-"""One minute of clients that come and go."""
+"""Two minutes of clients that come and go."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from serving import Served, serve, wait_until
 
 NUM_STREAMS = 64
 DURATION_S = 60.0
-WARM_UP_S = 20.0
-"""Until the allocator has what so many streams need at once; measured: it grows by 10 % in the second ten seconds, and
-by 3 % in the minute that follows."""
+WARM_UP_S = 60.0
+"""Until the allocator and the collector, which looks rarely (decision 25), have what so many streams need at once;
+measured: 56 MB after 10 s, 60 after 40, 63.4 after 70, and that is what it stays at."""
 
 
 async def client(served: Served, seed: int, until: float) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def run_clients(served: Served, duration_s: float) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_sixty_four_streams_half_of_them_dropped_leave_nothing_behind() -> None:
     with serve("echo", "--executor-option", "step_time_s=0.005") as served:
         run_clients(served, WARM_UP_S)
