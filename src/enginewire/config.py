@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from enginewire import envs
 from enginewire.errors import ConfigError
 from enginewire.wire.capabilities import EVERYTHING, Capabilities
+
+MOST_ENGINES: Final = 1 << 16
+"""A rank has two bytes on the wire (protocol A.1)."""
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 Transport = Literal["auto", "ipc", "tcp"]
@@ -168,6 +171,11 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None or name != "engine_return_timeout_s":
                 self._seconds(name, above_zero=False)
+        if self.data_parallel_size > MOST_ENGINES:
+            raise ConfigError(
+                f"data_parallel_size must be at most {MOST_ENGINES}, as ranks have two bytes on the wire; got "
+                f"{self.data_parallel_size}"
+            )
         self._one_of("scheduling_policy", get_args(SchedulingPolicy))
         self._one_of("transport", get_args(Transport))
         self._one_of("failover", get_args(Failover))
@@ -191,6 +199,11 @@ class EngineConfig:
             raise ConfigError(
                 f"data_parallel_size_local must be between 0 and data_parallel_size ({self.data_parallel_size}), "
                 f"got {self.data_parallel_size_local}"
+            )
+        if self.restart_engine and not self.data_parallel_size_local:
+            raise ConfigError(
+                "restart_engine starts engines of this client again, and with data_parallel_size_local=0 it has none; "
+                "leave it out: engines that were started elsewhere are awaited, see engine_return_timeout_s"
             )
         last = max(self.data_parallel_rank, self.data_parallel_start_rank + max(self.data_parallel_size_local - 1, 0))
         if last >= self.data_parallel_size:

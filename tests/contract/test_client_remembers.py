@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from client_harness import (
 )
 from enginewire.client import launch
 from enginewire.client.remembered import Memory
+from enginewire.client.startup import given_up
+from enginewire.errors import EngineStartupError
 from enginewire.testing import MockEngine, free_tcp_port, mock_ready, wait_until
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.messages import EngineCoreOutputs, utility_output
@@ -215,6 +218,21 @@ def test_an_orderly_end_keeps_it_also_if_the_engines_seem_gone(site: Site) -> No
     engine.connect()
     with contextlib.closing(site.start()) as second:
         assert_serves(second, engine)
+
+
+def test_waiting_for_engines_that_are_gone_can_be_given_up() -> None:
+    """SIGTERM to a server whose remembered engines are gone: it waits for nothing that can come."""
+    site = Site((V0_25,))
+    with site.engines[0]:
+        site.crash(site.start())
+    unwanted = threading.Event()
+    token = given_up.set(unwanted)
+    unwanted.set()
+    try:
+        with pytest.raises(EngineStartupError, match="given up while waiting for the engines of an earlier frontend"):
+            site.start()
+    finally:
+        given_up.reset(token)
 
 
 def test_engines_that_were_all_started_anew_are_all_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

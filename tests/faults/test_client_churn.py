@@ -171,6 +171,19 @@ async def test_all_engines_are_killed_one_after_another_while_their_requests_wai
                 await llm.scale_elastic_ep(3)
 
 
+@pytest.mark.usefixtures("soon")
+async def test_all_engines_are_killed_at_once_and_no_request_is_blamed() -> None:
+    """One is noticed first; its requests are not sent to others that have ended, too, and count no death of those."""
+    async with AsyncLLM("echo", restart_engine=5, **{**SETTINGS, "data_parallel_size": 4}) as llm:
+        for round_ in range(1, 4):
+            streams = await Streams(llm, 4).run()
+            for index in range(4):
+                send_signal(llm, index)
+            await streams.assert_whole()
+            await until(lambda: all(s.num_deaths == round_ for s in llm.engine_statuses()), "all deaths")  # noqa: B023
+            await until_states(llm, *["ready"] * 4)
+
+
 async def test_a_newcomer_and_an_old_engine_are_killed_while_growing() -> None:
     """C-54: growing fails with the newcomer's cause; what ran on the other goes on, and it is back."""
     async with AsyncLLM("echo", restart_engine=1, **SETTINGS) as llm:

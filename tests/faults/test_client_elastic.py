@@ -25,7 +25,9 @@ from enginewire import (
     SamplingParams,
     UtilityCallError,
 )
+from enginewire.client import dp
 from enginewire.client.dp import DPLBAsyncMPClient
+from enginewire.client.engines import Engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 
@@ -222,13 +224,39 @@ async def test_only_one_scaling_at_a_time_and_cancelling_takes_it_back() -> None
         await stream.aclose()
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2", 65_537])
 async def test_what_is_no_number_of_engines_is_refused(size: Any) -> None:
     config = EngineConfig.create("echo", **SETTINGS)
     client = DPLBAsyncMPClient.__new__(DPLBAsyncMPClient)
     client.config = config
-    with pytest.raises(ConfigError, match="must be an integer of at least 1"):
+    with pytest.raises(ConfigError, match="must be an integer from 1 to 65536"):
         await client.scale_elastic_ep(size)
+
+
+@pytest.mark.parametrize("drain_timeout", ["x", -1, float("nan"), float("inf"), True])
+async def test_what_is_no_time_is_refused_before_anything_is_touched(drain_timeout: Any) -> None:
+    async with AsyncLLM("echo", **SETTINGS) as llm:
+        with pytest.raises(ConfigError, match="drain_timeout must be seconds, 0 or more"):
+            await llm.scale_elastic_ep(1, drain_timeout)
+        assert [status.state for status in llm.engine_statuses()] == ["ready", "ready"]
+
+
+async def test_few_start_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that serve go on serving, however many are asked for."""
+    monkeypatch.setattr(dp, "STARTING_AT_ONCE", 2)
+    async with AsyncLLM("echo", **SETTINGS) as llm:
+        returns = client_of(llm).lookout.returns
+        start, at_once = returns.start, []
+
+        def counted(engine: Engine, now: float) -> None:
+            start(engine, now)
+            at_once.append(sum(not returns.is_up(each.index) for each in client_of(llm).engines))
+
+        monkeypatch.setattr(returns, "start", counted)
+        await llm.scale_elastic_ep(7)
+        assert len(at_once) == 5
+        assert max(at_once) <= 2
+        assert [status.state for status in llm.engine_statuses()] == ["ready"] * 7
 
 
 async def test_a_call_to_an_engine_that_is_taken_out_fails_with_the_cause() -> None:

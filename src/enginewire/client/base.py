@@ -183,7 +183,8 @@ class EngineCoreClient(UtilityOperations):
     async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float | None = None) -> None:
         """Change the number of engines while serving; see :meth:`DPLBAsyncMPClient.scale_elastic_ep`."""
         raise NotImplementedError(
-            f"{type(self).__name__} drives one engine; DPLBAsyncMPClient is the client that scales"
+            f"the number of engines of this {type(self).__name__} is fixed; an asyncio client of several engines can "
+            "change it, and one that is made for one engine with enable_elastic_ep=True"
         )
 
     def __enter__(self) -> Self:

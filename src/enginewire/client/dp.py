@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 from typing import Final
@@ -20,12 +22,19 @@ from enginewire.client.async_mp import AsyncMPClient
 from enginewire.client.engines import Engine, EngineState
 from enginewire.client.inbox import Failures
 from enginewire.client.restarts import Restarts
+from enginewire.config import MOST_ENGINES
 from enginewire.errors import ENGINE_LOST_PREFIX, ConfigError, EngineClientError, EngineDeath, startup_error
 
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.05
 """How often engines that come or go are looked at."""
+
+STARTING_AT_ONCE: Final = 8
+"""Newcomers that start at the same time: more would take the processors from those that serve."""
+
+MOST_NEWCOMERS: Final = 256
+"""Engines that one call adds. More is a slip, and as processes of one machine would be the end of it."""
 
 
 class DPAsyncMPClient(AsyncMPClient):
@@ -45,25 +54,31 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         Cancelled, or failed, it takes back what it has begun, except that engines that have been stopped are gone.
 
         Args:
-            new_data_parallel_size: how many engines there are to be, at least 1.
+            new_data_parallel_size: how many engines there are to be, at least 1, and at most 256 more than there are.
             drain_timeout: default: ``drain_timeout_s`` of the configuration.
 
         Raises:
-            ConfigError: not a number of engines.
+            ConfigError: not a number of engines, or not a time.
             EngineStartupError: a new engine could not be started; the others serve on.
             NotImplementedError: these engines are not this client's to start and stop one by one; says why.
             EngineClientError: their number is being changed already, or only dead engines would be left.
         """
         size = new_data_parallel_size
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"new_data_parallel_size must be an integer of at least 1, got {size!r}")
+        if type(size) is not int or not 1 <= size <= MOST_ENGINES:
+            raise ConfigError(f"new_data_parallel_size must be an integer from 1 to {MOST_ENGINES}, got {size!r}")
+        drain_s = self.config.drain_timeout_s if drain_timeout is None else drain_timeout
+        if type(drain_s) not in (int, float) or not 0 <= drain_s < math.inf:
+            raise ConfigError(f"drain_timeout must be seconds, 0 or more, got {drain_s!r}")
         if (reason := self._why_fixed()) is not None:
             raise NotImplementedError(f"the number of these engines cannot be changed: {reason}")
         if self.is_scaling:
             raise EngineClientError("the number of engines is being changed; try again when that is done")
+        if (num_new := size - len(self.engines)) > MOST_NEWCOMERS:
+            raise ConfigError(
+                f"at most {MOST_NEWCOMERS} engines are added at a time, and {size} would be {num_new} more"
+            )
         self._ensure_receiver()
         self.ensure_alive()
-        drain_s = self.config.drain_timeout_s if drain_timeout is None else drain_timeout
         self.is_scaling = True
         try:
             count = len(self.engines)
@@ -92,10 +107,14 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
         self._resize(ranks.stop)
         returns.held = frozenset(ranks)
         try:
-            for index in ranks:
-                self._start_newcomer(index, newcomers)
-            while not all(returns.is_up(index) for index in ranks):
-                await asyncio.sleep(POLL_S)
+            waiting = deque(ranks)
+            while waiting or not all(returns.is_up(index) for index in ranks):
+                num_starting = sum(not returns.is_up(engine.index) for engine in newcomers)
+                if waiting and num_starting < STARTING_AT_ONCE:
+                    self._start_newcomer(waiting.popleft(), newcomers)
+                    await asyncio.sleep(0)
+                else:
+                    await asyncio.sleep(POLL_S)
                 self.ensure_alive()
                 if (death := _first_death(newcomers)) is not None:
                     raise startup_error(death)

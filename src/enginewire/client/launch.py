@@ -30,7 +30,7 @@ from enginewire.client.remembered import Memory, RememberedEngine
 from enginewire.client.resources import BackgroundResources
 from enginewire.client.restarts import Restarts
 from enginewire.client.returns import Returns
-from enginewire.client.startup import EngineStartup, wait_for_engines
+from enginewire.client.startup import EngineStartup, given_up, wait_for_engines
 from enginewire.config import EngineConfig
 from enginewire.coordinator import DPCoordinator
 from enginewire.engine.spec import EngineSpec
@@ -237,6 +237,7 @@ class Launch:
 
         Raises:
             EngineStartupTimeout: none of them answers, and none was restarted.
+            EngineStartupError: whoever wanted this client does not any longer.
         """
         engines, inbox, limit = self._engines, self._inbox, self._config.ready_timeout_s
         links = {engine.index: engine.link for engine in engines}
@@ -254,6 +255,8 @@ class Launch:
             lookout.look(now)
             if now - began > FIND_S and any(engine.link is links[engine.index] for engine in engines.ready):
                 return
+            if (event := given_up.get()) is not None and event.is_set():
+                raise EngineStartupError("given up while waiting for the engines of an earlier frontend", stage="ready")
             if now - self._started > limit:
                 raise EngineStartupTimeout(
                     f"none of the engines of an earlier frontend answered within {limit:g} s, and none was restarted; "

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from enginewire.errors import EngineStartupError, InvalidRequestError, UtilityCallError, UtilityTimeoutError
+from enginewire.config import MOST_ENGINES
+from enginewire.errors import (
+    ConfigError,
+    EngineClientError,
+    EngineStartupError,
+    InvalidRequestError,
+    UtilityCallError,
+    UtilityTimeoutError,
+)
 from enginewire.server.body import decode_body
 from enginewire.server.context import Context, Endpoint, Parameter
 from enginewire.server.errors import HTTPError
@@ -53,15 +61,15 @@ class CollectiveRPCResponse(Struct):
     results: list[Any]
 
 
-class ScaleRequest(Struct, kw_only=True):
+class ScaleRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """How many engines there are to be; the field names are vLLM's.
 
     Attributes:
-        new_data_parallel_size: at least 1.
+        new_data_parallel_size: from 1 to 65,536.
         drain_timeout: seconds that requests may go on at engines that are taken out; default: ``--drain-timeout``.
     """
 
-    new_data_parallel_size: Annotated[int, Meta(ge=1)]
+    new_data_parallel_size: Annotated[int, Meta(ge=1, le=MOST_ENGINES)]
     drain_timeout: Annotated[float, Meta(ge=0)] | None = None
 
 
@@ -167,6 +175,8 @@ async def scale_elastic_ep(context: Context, request: Request) -> Reply:
         )
     try:
         await context.llm.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
+    except ConfigError as exc:
+        raise HTTPError(400, str(exc), param="new_data_parallel_size") from exc
     except NotImplementedError as exc:
         is_one = len(context.llm.engine_statuses()) == 1
         reason = "this server was made for one engine; make it with enable_elastic_ep=True"
@@ -174,6 +184,10 @@ async def scale_elastic_ep(context: Context, request: Request) -> Reply:
     except EngineStartupError as exc:  # not the tail of its log: that may hold anything
         what, *_ = str(exc).splitlines()
         raise HTTPError(500, f"no engine was added: {what}", code="scaling_failed") from exc
+    except EngineClientError as exc:
+        if type(exc) is not EngineClientError:
+            raise  # the engines are dead, or the client is closed: as everywhere
+        raise HTTPError(400, str(exc), code="cannot_scale") from exc
     finally:
         context.fit_admission()
         context.monitor.look()
