@@ -78,7 +78,6 @@ def targets() -> Iterable[Target]:
     for batch in (16, 64):
         for peer in ("vLLM", "llama.cpp"):
             yield Target("llm", f"tokens/s, {batch} requests", "LLM", peer, 1, 1.5)
-    yield Target("llm", "tokens/s, 1 request", "LLM", "llama.cpp", 0, 1)
     for what in ("1 request", "16 requests", "64 requests"):
         yield Target("llm", f"tokens/s, {what}", "LLM", "bare OpenVINO", 0.95, 1)
     yield Target("llm", "tokens/s, 64 requests", "server", "bare OpenVINO", 0.9, 1)
@@ -183,11 +182,11 @@ def main() -> None:
     """Write the page and draw its charts."""
     suites = {path.stem: Suite.load(path) for path in sorted(RESULTS.glob("*.json"))}
     lines = [
-        "# Results of the last full run",
+        "# Results",
         "",
-        "Made by `make bench` and `make bench-publish`. A cell is the median of the rounds, in brackets their smallest",
-        "and largest, then how many times better (×) it is than the columns it is compared with in the same run.",
-        "Absolute figures belong to one shared machine and one day: read the ratios.",
+        "The last published run, made by `make bench` and `make bench-publish`. A cell is the median of the rounds,",
+        "their smallest and largest, and how many times better (×) it is than the columns it is compared with, in",
+        "the same run. Absolute figures belong to one shared machine and one day: read the ratios.",
         "",
         "## Targets",
         "",
@@ -206,7 +205,8 @@ def main() -> None:
         lines.append(
             f"{about['processor']}, {about['cpus']} CPUs, {about['system']}, Python {about['python']}, "
             + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-            + f"; load at the end {about['load_at_end']}."
+            + f"; load at the end {about['load_at_end']}"
+            + ("; a quick run: few and short rounds." if about.get("is_quick") else ".")
         )
     PAGE.write_text("\n".join(lines) + "\n")
     print(PAGE)

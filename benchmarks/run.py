@@ -36,7 +36,11 @@ def measure(suite: str, folder: Path, *, quick: bool, vllm: Path | None) -> bool
     code = subprocess.run(command, check=False).returncode
     if code:
         print(f"bench_{suite}.py failed with exit code {code}", file=sys.stderr, flush=True)
-    return code == 0
+        return False
+    result = Suite.load(folder / f"{suite}.json")
+    result.machine["is_quick"] = quick
+    result.save(folder)
+    return True
 
 
 def measure_all(suites: Sequence[str], folder: Path, *, quick: bool, vllm: Path | None) -> list[str]:
