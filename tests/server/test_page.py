@@ -119,6 +119,7 @@ def test_every_engine_has_a_line_that_fits(open_page: Callable[[str], Browser], 
     with serve("echo", "--data-parallel-size", str(num_engines), "--executor-option", "step_time_s=0.02") as served:
         browser = open_page(served.url)
         assert browser.evaluate(HEALTH) == f"{num_engines} engines ready"
+        browser.wait_for("document.querySelector('#model').options.length")  # without it nothing is sent yet
         browser.click("label[for=mode-text]")
         browser.click("#prompt")
         browser.type("Hello")
