@@ -190,7 +190,7 @@ def test_what_the_executor_lacks_fails_the_call_only(face: Face) -> None:
 def test_one_engine_has_no_waves_and_does_not_scale(face: Face) -> None:
     """C-03."""
     assert face.client.dp_engines_running() is False
-    with pytest.raises(NotImplementedError, match="DPLBAsyncMPClient"):
+    with pytest.raises(NotImplementedError, match="enable_elastic_ep=True"):
         face.client.scale_elastic_ep(2).send(None)
 
 
