@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 MOST_DEATHS: Final = 3
 """A request that ran on so many engines when they ended is not sent to another: it may be why they ended."""
 
+SETTLE_S: Final = 0.05
+"""How long a dead engine's requests wait: of engines that end together others may be about to, and would count as deaths
+of a request that they never saw."""
+
 RESUME_OUTPUT_LEN: Final = "resume_output_len"
 """Key of ``extra_args``: how many trailing tokens of the prompt are output (capability ``resume``)."""
 
@@ -125,6 +129,7 @@ class _Flight:
         num_deaths: of engines that had it.
         cause: of the last of them.
         deadline: by when it is to be on another engine.
+        not_before: when it may be sent.
     """
 
     request: EngineCoreRequest
@@ -136,6 +141,7 @@ class _Flight:
     num_deaths: int = 0
     cause: str = ""
     deadline: float = 0.0
+    not_before: float = 0.0
 
 
 class Failover:
@@ -228,6 +234,7 @@ class Failover:
                     failed.append(self._fail(flight, reason))
                 else:
                     flight.deadline = now + self._timeout_s
+                    flight.not_before = now + SETTLE_S if is_death else now
                     self._waiting.append(flight)
             return failed + [output for _, output in self.send_waiting(now)]
 
@@ -246,6 +253,9 @@ class Failover:
         for flight in waiting:
             if self._flights.get(flight.request.request_id) is not flight:
                 continue  # aborted meanwhile
+            if now < flight.not_before:
+                self._waiting.append(flight)
+                continue
             able, reason = self._able(flight)
             if reason is None:
                 try:
