@@ -35,8 +35,8 @@ MOST_DEATHS: Final = 3
 """A request that ran on so many engines when they ended is not sent to another: it may be why they ended."""
 
 SETTLE_S: Final = 0.05
-"""How long a dead engine's requests wait: of engines that end together others may be about to, and would count as deaths
-of a request that they never saw."""
+"""How long a dead engine's requests wait: of engines that end together others may be about to, and would count as
+deaths of a request that they never saw."""
 
 RESUME_OUTPUT_LEN: Final = "resume_output_len"
 """Key of ``extra_args``: how many trailing tokens of the prompt are output (capability ``resume``)."""
