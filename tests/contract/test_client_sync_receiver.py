@@ -58,7 +58,11 @@ def receiver_of(face: Face) -> SyncReceiver:
 def let_callers_receive(face: Face, engine: MockEngine) -> None:
     """Have the thread hand a message over, after which it leaves receiving to callers."""
     waiting = face.start("get_output")
-    wait_until(lambda: receiver_of(face)._num_followers, PATIENCE_S, "the caller to wait")
+    receiver = receiver_of(face)
+    nobody_or_thread = (None, receiver._thread.ident)  # a caller who is quick receives by itself
+    wait_until(
+        lambda: receiver._num_followers or receiver._reader not in nobody_or_thread, PATIENCE_S, "the caller to wait"
+    )
     engine.send_outputs([output("r", [1])])
     assert waiting.result(PATIENCE_S).outputs[0].new_token_ids == [1]
     wait_until(lambda: receiver_of(face)._reader is None, PATIENCE_S, "the thread to leave receiving to callers")
