@@ -12,7 +12,6 @@ Prints a table and saves it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 from client_contestants import CONTESTANTS
 from fake_engine import FakeEngine, step_message
-from harness import FRESH, Suite
+from harness import Suite, arguments_for, finish
 
 BASES = {
     "sync": ["raw sync", "vLLM sync"],
@@ -51,7 +50,7 @@ STARTS = 5
 class Contestant:
     """A contestant's process, as the benchmark sees it."""
 
-    def __init__(self, column: str, engine: FakeEngine, vllm: str | None = None) -> None:
+    def __init__(self, column: str, engine: FakeEngine, vllm: Path | None = None) -> None:
         ours, theirs = socket.socketpair()
         script = str(Path(__file__).parent / "client_course.py")
         python = vllm if column.startswith("vLLM") and vllm is not None else sys.executable
@@ -134,7 +133,7 @@ def note_start(suite: Suite, contestant: Contestant, unread: int) -> None:
         suite.add(row, contestant.column, value, lower_is_better=True)
 
 
-def run(columns: Sequence[str], *, rounds: int, scale: float, vllm: str | None) -> Suite:
+def run(columns: Sequence[str], *, rounds: int, scale: float, vllm: Path | None) -> Suite:
     """Measure."""
     suite = Suite("client", BASES)
     unread = int(UNREAD * scale)
@@ -158,11 +157,8 @@ def run(columns: Sequence[str], *, rounds: int, scale: float, vllm: str | None) 
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds of a quarter of the messages")
+    parser = arguments_for(__doc__, quick="three rounds of a quarter of the messages")
     parser.add_argument("--rounds", type=int, help="default 7, or 3")
-    parser.add_argument("--out", type=Path, default=FRESH, help="folder of the JSON files")
-    parser.add_argument("--vllm", help="a Python with vLLM 0.25.1; half a minute more for each of its three clients")
     parser.add_argument("--vllm-model", default=str(DEFAULT_MODEL), help="a Hugging Face folder for its configuration")
     parser.add_argument("--only", help="columns, separated by commas, e.g. 'raw sync,sync'")
     arguments = parser.parse_args()
@@ -171,7 +167,7 @@ def main() -> None:
     columns = [each for each in CONTESTANTS if each in wanted and (arguments.vllm or not each.startswith("vLLM"))]
     rounds = arguments.rounds or (3 if arguments.quick else 7)
     suite = run(columns, rounds=rounds, scale=0.25 if arguments.quick else 1.0, vllm=arguments.vllm)
-    print(suite.table(), f"saved as {suite.save(arguments.out)}", sep="\n")
+    finish(suite, arguments)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ other. Medians of rounds; the garbage collector is frozen, as a server does.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from harness import FRESH, Suite
+from harness import Suite, arguments_for, finish
 
 from enginewire.wire.arrays import LogprobsLists
 from enginewire.wire.codec import MsgpackEncoder, OutputsDecoder, RequestDecoder
@@ -112,17 +110,13 @@ def measure(suite: Suite, seconds: float) -> None:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round")
-    parser.add_argument("--out", type=Path, default=FRESH, help="folder for codec.json (default: %(default)s)")
-    parser.add_argument("--vllm", help="ignored: the peer's codec is measured with its clients")
+    parser = arguments_for(__doc__, quick="one short round")
     arguments = parser.parse_args()
     gc.freeze()
     suite = Suite("codec", bases={OURS: [RAW]})
     for _ in range(1 if arguments.quick else 5):
         measure(suite, 0.02 if arguments.quick else 0.05)
-    print(suite.table())
-    print(f"\n{suite.save(arguments.out)}")
+    finish(suite, arguments)
 
 
 if __name__ == "__main__":

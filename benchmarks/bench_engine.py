@@ -10,7 +10,6 @@ core cannot run an executor that does nothing. About three minutes; quickly, und
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import random
@@ -18,10 +17,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 from engine_driver import ENDLESS, PROMPT, Arrival, Engine, HoldsLock, Python, StampsAborts
-from harness import FRESH, Suite
+from harness import Suite, arguments_for, finish
 
 from enginewire.config import EngineConfig
 from enginewire.engine.core import EngineCore
@@ -263,17 +261,13 @@ def run(rounds: int, seconds: float, num_steps: dict[int, int], samples: int) ->
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round")
-    parser.add_argument("--out", type=Path, default=FRESH, help="folder for engine.json (default: %(default)s)")
-    parser.add_argument("--vllm", help="ignored: there is no peer to this")
+    parser = arguments_for(__doc__, quick="one short round")
     arguments = parser.parse_args()
     if arguments.quick:
         suite = run(1, 0.04, {1: 5_000, 64: 1_000, 256: 400}, 40)
     else:
         suite = run(3, 0.2, {1: 20_000, 64: 4_000, 256: 1_500}, 200)
-    print(suite.table())
-    print(f"\n{suite.save(arguments.out)}")
+    finish(suite, arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ what bounds ours: the longest step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import FRESH, Suite
+from harness import Suite, arguments_for, finish
 from llm_contestants import Round
 
 from enginewire.models import cache_dir, resolve_model
@@ -230,10 +229,7 @@ def measure_long_prompt(suite: Suite, lineup: Lineup, num_aborts: int, rng: rand
 
 def main() -> None:
     """Measure, print the table and save the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of fewer tokens; one of the peers")
-    parser.add_argument("--out", type=Path, default=FRESH, help="where the JSON goes (default: build/bench)")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment that has vLLM")
+    parser = arguments_for(__doc__, quick="two rounds of fewer tokens; one of the peers")
     parser.add_argument("--llama", type=Path, metavar="PYTHON", help=f"of one that has xllamacpp (default: {LLAMA})")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave these columns out")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64], metavar="N")
@@ -260,8 +256,7 @@ def main() -> None:
         for batch in arguments.batches:
             measure_batch(suite, lineup, batch, plan, rng)
         measure_long_prompt(suite, lineup, plan.aborts, rng)
-    print(suite.table())
-    print(suite.save(arguments.out))
+    finish(suite, arguments)
 
 
 if __name__ == "__main__":

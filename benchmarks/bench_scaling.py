@@ -9,7 +9,6 @@ more is worse than that; of a cost that is one item's share, 0 is what does not 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
@@ -24,7 +23,7 @@ from typing import Any
 import load
 import uvloop
 from bench_serve import PACE_S, Level, Server, ours
-from harness import FRESH, Suite
+from harness import Suite, arguments_for, finish
 
 from enginewire.config import EngineConfig
 from enginewire.frontend.async_llm import AsyncLLM
@@ -205,11 +204,8 @@ def processes(suite: Suite, rounds: int) -> None:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, and only what is no server")
+    parser = arguments_for(__doc__, quick="one round, and only what is no server")
     parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="taken by all suites; this one has no peer")
-    parser.add_argument("--out", type=Path, default=FRESH, metavar="FOLDER")
     args = parser.parse_args()
     rounds = args.rounds or (1 if args.quick else 3)
     suite = Suite("scaling", {OURS: [PROPORTION]})
@@ -219,7 +215,7 @@ def main() -> None:
     if not args.quick:
         streams(suite, rounds)
         processes(suite, rounds)
-    print(f"\n{suite.table()}\n\n{suite.save(args.out)}")
+    finish(suite, args)
 
 
 if __name__ == "__main__":

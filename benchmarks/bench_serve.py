@@ -13,7 +13,6 @@ generator, the server and the engine share the machine's cores: compare CPU time
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import load
-from harness import FRESH, Suite
+from harness import Suite, arguments_for, finish
 
 from enginewire.testing import free_tcp_port
 
@@ -237,11 +236,8 @@ def levels(*, quick: bool) -> list[Level]:
 
 def main() -> None:
     """Start the servers, compare what they say, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two levels at 64 streams, one round")
+    parser = arguments_for(__doc__, quick="two levels at 64 streams, one round")
     parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="an interpreter with vLLM")
-    parser.add_argument("--out", type=Path, default=FRESH, metavar="FOLDER")
     args = parser.parse_args()
     suite = Suite("serve", {OURS: [VLLM]})
     with contextlib.ExitStack() as stack:
@@ -261,7 +257,7 @@ def main() -> None:
             for level in levels(quick=args.quick):
                 for column, server in servers.items():
                     measure(suite, column, server, level)
-    print(f"\n{suite.table()}\n\n{suite.save(args.out)}")
+    finish(suite, args)
 
 
 if __name__ == "__main__":

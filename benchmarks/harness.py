@@ -9,6 +9,7 @@ ratios. A ratio says *how many times better*: above 1 is good for every row, whe
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -135,6 +136,26 @@ class Suite:
         content = json.loads(path.read_text())
         rows = {row["name"]: Row(row["name"], row["lower_is_better"], row["values"]) for row in content["rows"]}
         return cls(content["suite"], content["bases"], rows, content["machine"])
+
+
+def arguments_for(doc: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """Return what the command line of every suite has.
+
+    Args:
+        doc: the module's docstring.
+        quick: what that flag does here.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, default=FRESH, metavar="FOLDER", help="of the JSON (default: %(default)s)")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="that has vLLM 0.25.1, where it is a peer")
+    return parser
+
+
+def finish(suite: Suite, arguments: argparse.Namespace) -> None:
+    """Print a suite's table and save its figures."""
+    suite.machine["is_quick"] = arguments.quick
+    print(f"\n{suite.table()}\n\nsaved as {suite.save(arguments.out)}")
 
 
 def figure(value: float) -> str:

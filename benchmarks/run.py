@@ -36,11 +36,7 @@ def measure(suite: str, folder: Path, *, quick: bool, vllm: Path | None) -> bool
     code = subprocess.run(command, check=False).returncode
     if code:
         print(f"bench_{suite}.py failed with exit code {code}", file=sys.stderr, flush=True)
-        return False
-    result = Suite.load(folder / f"{suite}.json")
-    result.machine["is_quick"] = quick
-    result.save(folder)
-    return True
+    return code == 0
 
 
 def measure_all(suites: Sequence[str], folder: Path, *, quick: bool, vllm: Path | None) -> list[str]:
