@@ -178,9 +178,7 @@ async def scale_elastic_ep(context: Context, request: Request) -> Reply:
     except ConfigError as exc:
         raise HTTPError(400, str(exc), param="new_data_parallel_size") from exc
     except NotImplementedError as exc:
-        is_one = len(context.llm.engine_statuses()) == 1
-        reason = "this server was made for one engine; make it with enable_elastic_ep=True"
-        raise HTTPError(400, reason if is_one else str(exc), code="cannot_scale") from exc
+        raise HTTPError(400, str(exc), code="cannot_scale") from exc
     except EngineStartupError as exc:  # not the tail of its log: that may hold anything
         what, *_ = str(exc).splitlines()
         raise HTTPError(500, f"no engine was added: {what}", code="scaling_failed") from exc
