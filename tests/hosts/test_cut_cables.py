@@ -13,14 +13,14 @@ from pathlib import Path
 import commands
 import pytest
 import zmq
+from followed import Followed
 from netns import Host, two_hosts
 
-from enginewire import AsyncLLM, SamplingParams
+from enginewire import AsyncLLM, RequestOutput
 from enginewire.errors import (
     EngineClientError,
     EngineDeadError,
     EngineUnavailableError,
-    RequestLostError,
     UtilityCallError,
 )
 from enginewire.testing import free_tcp_port
@@ -41,50 +41,18 @@ RETURNED_WITHIN_S = 8.0
 SIZE = 2
 
 
-class Stream:
-    """A request that is followed to its end.
-
-    Attributes:
-        token_ids: that the user was told, never fewer than before.
-        error: how it failed.
-        began: set with the first token.
-    """
+class Stream(Followed):
+    """A request whose every token is known beforehand: the prompt's, again and again."""
 
     def __init__(self, llm: AsyncLLM, name: str, num_tokens: int, rank: int | None = None) -> None:
-        self.prompt = f"{name} at {rank}: one after the other, and no two alike. "
-        self.rank = rank
-        self.num_tokens = num_tokens
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.error: EngineClientError | None = None
-        self.began = asyncio.Event()
-        self.task = asyncio.create_task(self._follow(llm))
+        super().__init__(llm, f"{name} at {rank}: one after the other, and no two alike. ", num_tokens, rank)
 
-    async def _follow(self, llm: AsyncLLM) -> None:
-        params = SamplingParams(temperature=0, max_tokens=self.num_tokens, ignore_eos=True)
-        try:
-            async for output in llm.generate(self.prompt, params, data_parallel_rank=self.rank):
-                (completion,) = output.outputs
-                assert output.prompt_token_ids is not None
-                expected = itertools.islice(itertools.cycle(output.prompt_token_ids), len(completion.token_ids))
-                assert completion.token_ids == list(expected), "no gap, and no token twice"
-                assert len(completion.token_ids) >= len(self.token_ids)
-                self.token_ids, self.finish_reason = list(completion.token_ids), completion.finish_reason
-                self.began.set()
-        except EngineClientError as exc:
-            self.error = exc
-
-    async def is_whole(self) -> bool:
-        """Whether it ended as if nothing had happened."""
-        await self.task
-        return (self.error, self.finish_reason, len(self.token_ids)) == (None, "length", self.num_tokens)
-
-    async def cause(self) -> str:
-        """Return what it failed of, which has to be the engine's loss; it must not have ended in another way before."""
-        await self.task
-        assert isinstance(self.error, RequestLostError), (self.error, self.finish_reason, len(self.token_ids))
-        assert self.finish_reason is None
-        return str(self.error)
+    def check(self, output: RequestOutput) -> None:
+        super().check(output)
+        (completion,) = output.outputs
+        assert output.prompt_token_ids is not None
+        expected = itertools.islice(itertools.cycle(output.prompt_token_ids), len(completion.token_ids))
+        assert completion.token_ids == list(expected), "no gap, and no token twice"
 
 
 @dataclass

@@ -108,7 +108,7 @@ async def test_a_cut_of_five_seconds(site: Site, heartbeat_s: float, failover: s
         site.far.restore()
         for stream in [*running, *sent_meanwhile]:
             if heartbeat_s < CUT_S and failover == "none":
-                assert "the connection to it was lost" in await stream.expect_loss()
+                assert "the connection to it was lost" in await stream.cause()
             else:
                 await stream.expect_whole()
                 if heartbeat_s > CUT_S:
@@ -134,7 +134,7 @@ async def test_a_cut_for_good(site: Site, failover: str) -> None:
             await until(lambda: states(llm) == ["lost"] * 2, PATIENCE_S, "both losses")
             await expect_refusal(llm, EngineUnavailableError)
             for stream in [*running, *sent_meanwhile]:
-                cause = await stream.expect_loss()
+                cause = await stream.cause()
                 assert "the connection to it was lost" in cause
                 assert ("no engine took it over" in cause) is (failover == "resume")
             await until(lambda: states(llm) == ["dead"] * 2, PATIENCE_S, "both deaths")
