@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -153,7 +153,6 @@ class Failover:
         outbox: to send.
         balancer: to choose.
         send_lock: held while anything is sent, and while a request changes hands.
-        is_alive: whether an engine's process runs at this moment, as far as is known.
     """
 
     def __init__(
@@ -164,7 +163,6 @@ class Failover:
         outbox: Outbox,
         balancer: LoadBalancer,
         send_lock: threading.RLock,
-        is_alive: Callable[[Engine], bool],
     ) -> None:
         self._mode: Mode = mode
         self._timeout_s = timeout_s
@@ -172,7 +170,6 @@ class Failover:
         self._outbox = outbox
         self._balancer = balancer
         self._send_lock = send_lock
-        self._is_alive = is_alive
         self._flights: dict[str, _Flight] = {}
         """By the frontend's id."""
         self._attempts: dict[str, _Flight] = {}
@@ -288,9 +285,6 @@ class Failover:
         request, former = flight.request, flight.engine
         while able:
             engine = self._engines.pick(request, self._balancer, able)
-            if not self._is_alive(engine):  # of those that end together one is noticed first: no blame for the others
-                able.remove(engine)
-                continue
             flight.attempt_id = self._attempt_id(flight)
             flight.num_attempts += 1
             flight.num_resumed_from = len(flight.token_ids)

@@ -90,12 +90,6 @@ class MPClient(EngineCoreClient):
         self.engines = Engines(self.config.engine_return_timeout_s)
         self.inbox = Inbox(self.config, self.engines)
         self.outbox = Outbox(self.config, client_index)
-        resources = self.resources
-
-        def is_alive(engine: Engine) -> bool:
-            manager = resources.engine_manager
-            return manager is None or not manager.has(engine.index) or manager.is_alive(engine.index)
-
         if self.config.failover != "none":
             self.inbox.failover = Failover(
                 self.config.failover,
@@ -104,7 +98,6 @@ class MPClient(EngineCoreClient):
                 self.outbox,
                 self._balancer,
                 self.resources.send_lock,
-                is_alive,
             )
         self._memory: Memory | None = None
         me = weakref.ref(self)

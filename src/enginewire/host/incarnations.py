@@ -83,11 +83,6 @@ class Incarnations(Generic[I]):
             self._someone_ended.wait_for(lambda: death() is not None, timeout)
         return death()
 
-    def is_alive(self, engine_index: int) -> bool:
-        """Whether an engine runs, as far as is known here."""
-        engine = self.current.get(engine_index)
-        return engine is not None and engine.death is None
-
     def expect_death(self, sign: str, engine_index: int | None = None) -> None:
         """Have a death reported soon, even if the engine does not end; see ``EngineManager``."""
         for index, engine in self.current.items():

@@ -40,10 +40,6 @@ class EngineManager(Protocol):
         """
         ...
 
-    def is_alive(self, engine_index: int) -> bool:
-        """Whether an engine runs, as far as can be told without waiting; its death may be reported later."""
-        ...
-
     def expect_death(self, sign: str, engine_index: int | None = None) -> None:
         """Have a death reported within about a second, even if nothing else shows it.
 

@@ -118,11 +118,6 @@ class CoreEngineProcManager(Incarnations[EngineProcess]):
         if (process := self._take_out(engine_index)) is not None:
             self._end([process], timeout)
 
-    def is_alive(self, engine_index: int) -> bool:
-        """Whether an engine runs at this moment; its last words, and with them the report, come later."""
-        engine = self.current.get(engine_index)
-        return engine is not None and engine.death is None and engine.is_alive()
-
     def expect_death(self, sign: str, engine_index: int | None = None) -> None:
         """Have a death reported within a second, even if the process does not end; see ``EngineManager``."""
         super().expect_death(sign, engine_index)

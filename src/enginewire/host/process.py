@@ -80,13 +80,6 @@ class EngineProcess(Incarnation):
             self.is_status_lost = True
             return True
 
-    def is_alive(self) -> bool:
-        """Whether it runs at this moment, before anybody was told of its end; from any thread."""
-        try:
-            return self.is_running and os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:  # reaped meanwhile
-            return False
-
     def signal(self, number: int, *, group: bool = False) -> None:
         """Send a signal to it, or to it and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -60,10 +60,6 @@ class EngineNews:
             self._someone_died.wait_for(lambda: death() is not None, timeout)
             return death()
 
-    def is_alive(self, engine_index: int) -> bool:
-        """Whether no death was reported; the launcher has the processes."""
-        return engine_index not in self._deaths
-
     def expect_death(self, sign: str, engine_index: int | None = None) -> None:
         """Have a death reported within a second, even if the process does not end."""
         for index in self.ranks if engine_index is None else [engine_index]:
