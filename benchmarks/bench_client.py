@@ -110,14 +110,16 @@ def measurements(scale: float) -> Iterator[tuple[list[tuple[str, bool]], str, Se
     yield [("longest block of the loop in a burst, ms", True)], "longest_block", (scaled(BLOCKED),)
 
 
-def run_once(suite: Suite, contestant: Contestant, scale: float) -> None:
-    """Take all measurements of a round with one contestant."""
+def run_once(suite: Suite, contestants: Sequence[Contestant], scale: float) -> None:
+    """Take all measurements of a round, each with all contestants one after the other: what the machine does changes
+    within seconds, and those who are compared shall see the same of it."""
     for rows, name, arguments in measurements(scale):
-        if name == "longest_block" and "sync" in contestant.column.split():
-            continue  # it has no loop
-        values = contestant.measure(name, *arguments)
-        for (row, lower_is_better), value in zip(rows, values if len(rows) > 1 else [values], strict=True):
-            suite.add(row, contestant.column, value, lower_is_better=lower_is_better)
+        for contestant in contestants:
+            if name == "longest_block" and "sync" in contestant.column.split():
+                continue  # it has no loop
+            values = contestant.measure(name, *arguments)
+            for (row, lower_is_better), value in zip(rows, values if len(rows) > 1 else [values], strict=True):
+                suite.add(row, contestant.column, value, lower_is_better=lower_is_better)
 
 
 def note_start(suite: Suite, contestant: Contestant, unread: int) -> None:
@@ -147,11 +149,9 @@ def run(columns: Sequence[str], *, rounds: int, scale: float, vllm: Path | None)
         for column in columns:
             contestants.append(stack.enter_context(Contestant(column, engine, vllm)))
             note_start(suite, contestants[-1], unread)
-        for contestant in contestants:
-            run_once(Suite("warm-up"), contestant, 0.1)
+        run_once(Suite("warm-up"), contestants, 0.1)
         for _ in range(rounds):
-            for contestant in contestants:
-                run_once(suite, contestant, scale)
+            run_once(suite, contestants, scale)
     return suite
 
 
