@@ -7,6 +7,7 @@ Needs matplotlib (``pip install 'enginewire[bench]'``). A target is a row's rati
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,13 @@ def markdown(suite: Suite) -> Iterable[str]:
         yield f"| {row.name} | " + " | ".join(cells) + " |"
 
 
+def plain_numbers(axis: Any, form: str = "{:g}") -> None:
+    """Put plain numbers at a logarithmic axis."""
+    axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: form.format(value)))
+    axis.set_minor_locator(mpl.ticker.NullLocator())
+
+
 def bars(axes: Any, rows: list[tuple[str, Row]], columns: list[str]) -> None:
     """Draw a group of horizontal bars per row, with a line from its smallest to its largest round."""
     height = 0.8 / len(columns)
@@ -128,7 +136,7 @@ def draw(path: Path, title: str, height: float, paint: Callable[[Any], None]) ->
     drawing, axes = plt.subplots(figsize=(8, height), layout="constrained")
     axes.set_title(title, loc="left")
     paint(axes)
-    axes.legend()
+    drawing.legend(loc="outside lower left", ncols=2)
     drawing.savefig(path, metadata={"Date": None})
     plt.close(drawing)
 
@@ -145,19 +153,50 @@ def draw_client(suite: Suite) -> None:
 
     def paint(axes: Any) -> None:
         axes.set_xscale("log")
+        plain_numbers(axes.xaxis, "×{:g}")
         bars(axes, rows, ["async", "sync"])
         axes.axvline(1, color="#555555", linewidth=1)
-        axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"×{x:g}"))
 
     draw(RESULTS / "client.svg", "Clients: how many times better than vLLM 0.25.1's own", 0.32 * len(rows) + 1, paint)
 
 
-def draw_some(suite: Suite, title: str, rows: dict[str, str]) -> None:
-    """Draw some of a suite's rows as they are: their names in the suite, and in the picture."""
-    found = [(label, suite.rows[name]) for name, label in rows.items() if name in suite.rows]
+def draw_some(suite: Suite, title: str, unit: str, levels: Iterable[str], *, is_log: bool = False) -> None:
+    """Draw those of a suite's rows that are called ``level: unit`` or ``unit, level`` as they are."""
+    named = [(level, suite.rows.get(f"{level}: {unit}") or suite.rows.get(f"{unit}, {level}")) for level in levels]
+    found = [(level, row) for level, row in named if row is not None]
     columns = [column for column in suite.columns() if any(column in row.values for _, row in found)]
-    height = 0.25 * len(columns) * len(found) + 0.8
-    draw(RESULTS / f"{suite.name}.svg", title, height, lambda axes: bars(axes, found, columns))
+
+    def paint(axes: Any) -> None:
+        if is_log:
+            axes.set_xscale("log")
+            plain_numbers(axes.xaxis)
+        bars(axes, found, columns)
+
+    draw(RESULTS / f"{suite.name}.svg", title, 0.25 * len(columns) * len(found) + 0.8, paint)
+
+
+def draw_growth(suite: Suite) -> None:
+    """Draw what a token or a request costs against the number of what grows, both axes logarithmic."""
+    grows = r"(in flight|tokens|engines|streams,|server processes)"
+    sized = re.compile(rf"(.*?)\b(\d+)( {grows}.*: CPU .*)")
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in suite.rows.values():
+        if found := sized.fullmatch(row.name):
+            before, size, after, _ = found.groups()
+            lines.setdefault(f"{before}N{after}", []).append((int(size), row.median(suite.columns()[0])))
+
+    def paint(axes: Any) -> None:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for label, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        plain_numbers(axes.xaxis)
+        plain_numbers(axes.yaxis)
+        axes.set_xlabel("N")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+
+    draw(RESULTS / "scaling.svg", "CPU µs per token or request, where there are N", 5, paint)
 
 
 PICTURES: dict[str, Callable[[Suite], None]] = {
@@ -165,16 +204,23 @@ PICTURES: dict[str, Callable[[Suite], None]] = {
     "llm": lambda suite: draw_some(
         suite,
         "Tokens per second, SmolLM2-135M on the CPU",
-        {f"tokens/s, {batch}": batch for batch in ("1 request", "16 requests", "64 requests")},
+        "tokens/s",
+        ("1 request", "16 requests", "64 requests"),
     ),
     "serve": lambda suite: draw_some(
         suite,
         "The server's CPU seconds per million streamed tokens (less is better)",
-        {
-            f"{level}: CPU s per million tokens": level
-            for level in ("1 stream, paced", "64 streams, paced", "256 streams, paced", "64 streams, chat, paced")
-        },
+        "CPU s per million tokens",
+        [
+            *(
+                f"{streams}, paced"
+                for streams in ("1 stream", "16 streams", "64 streams", "256 streams", "64 streams, chat")
+            ),
+            *(f"{streams}, full speed" for streams in ("1 stream", "64 streams", "256 streams")),
+        ],
+        is_log=True,
     ),
+    "scaling": draw_growth,
 }
 
 
