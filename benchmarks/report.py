@@ -183,6 +183,7 @@ def draw_growth(suite: Suite) -> None:
     for row in suite.rows.values():
         if found := sized.fullmatch(row.name):
             before, size, after, _ = found.groups()
+            after = after.replace("CPU µs", "µs")
             lines.setdefault(f"{before}N{after}", []).append((int(size), row.median(suite.columns()[0])))
 
     def paint(axes: Any) -> None:
