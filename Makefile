@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n auto --dist worksteal
 
 PROMPT ?= Explain what an engine is, in two sentences.
 ARGS ?=
@@ -30,9 +31,9 @@ run: $(RUN_STAMP) ## complete a prompt with the default model; PROMPT="…" ARGS
 serve: $(RUN_STAMP) ## serve the default model at http://127.0.0.1:8000; ARGS="--port 0"
 	@$(BIN)/enginewire serve $(ARGS)
 
-test: $(DEV_STAMP) ## run the test suite; ARGS="-k name"
+test: $(DEV_STAMP) ## run the test suite, side by side if it is more than a few; ARGS="-k name" ARGS="-x -n 0"
 	@$(BIN)/enginewire pull
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow" $(ARGS)
 
 setup: $(DEV_STAMP) ## make .venv with everything that development needs
 
@@ -49,14 +50,14 @@ types: $(DEV_STAMP) ## check types, twice
 	$(BIN)/pyright
 
 check: lint types ## everything that takes seconds: style, types, layering, unit and contract tests, golden bytes
-	$(PYTEST) -q -m "not model and not slow" tests/unit tests/vectors tests/property tests/contract $(ARGS)
+	$(PYTEST) $(PARALLEL) -q -m "not model and not slow" tests/unit tests/vectors tests/property tests/contract $(ARGS)
 
 docs: $(DEV_STAMP) ## rewrite the generated tables, check the documents, run their examples
 	$(BIN)/python docs/generate.py
 	$(PYTEST) -q tests/unit/test_docs.py $(ARGS)
 
 faults: $(DEV_STAMP) ## kill, stop, starve and confuse engines and clients
-	$(PYTEST) -q tests/faults $(ARGS)
+	$(PYTEST) $(PARALLEL) -q tests/faults $(ARGS)
 
 soak: $(DEV_STAMP) ## the tests that take minutes: half an hour of chaos among them; ENGINEWIRE_SOAK_MINUTES=5
 	@$(BIN)/enginewire pull

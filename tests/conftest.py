@@ -18,8 +18,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from enginewire.testing import free_tcp_port
+
 SETTLE_S = 3.0
 """How long what was told to end may take: an exiting process or thread is not a leak."""
+
+MAX_WORKERS = 16
+"""More have too little to do."""
 
 SYSTEM_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:[event")
 """Descriptors that are never left open. Files are not counted: libraries open those when they are first used."""
@@ -40,21 +45,41 @@ _temporary_folder = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this run a temporary folder of its own, so that what other runs leave in theirs is not taken for ours.
+    """Give this process a temporary folder of its own, so that what others leave in theirs is not taken for ours.
 
     And let SIGINT arrive.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start inherits it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.stash[_temporary_folder] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="ew-")  # short: ipc paths are
+    if worker := getattr(config, "workerinput", None):
+        folder = os.path.join(os.environ["TMPDIR"], worker["workerid"])  # in that of the run, which removes both
+        os.mkdir(folder)
+    else:
+        folder = config.stash[_temporary_folder] = tempfile.mkdtemp(prefix="ew-")  # short: ipc paths are
+    os.environ["TMPDIR"] = folder
     tempfile.tempdir = None
     # What frontends remember of their engines must not outlive the run, nor come from before it.
-    os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["TMPDIR"], "state")
+    os.environ["XDG_STATE_HOME"] = os.path.join(folder, "state")
+    free_tcp_port()  # the first call opens a socket for good
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove that folder."""
-    shutil.rmtree(config.stash[_temporary_folder], ignore_errors=True)
+    """Remove the run's temporary folder."""
+    if folder := config.stash.get(_temporary_folder, ""):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Say how many processes ``-n auto`` runs the tests in: two per core, as most tests wait for processes.
+
+    None for few tests, as each worker takes seconds to find out which tests there are, nor to see what tests print.
+    """
+    option = config.option
+    names_files = any(Path(argument.split("::")[0]).is_file() for argument in config.args)
+    if option.keyword or option.lf or option.capture == "no" or names_files:
+        return 0
+    return min(2 * len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def _children() -> set[int]:

@@ -150,6 +150,7 @@ def test_it_vanishes_without_a_word(frontend: BareFrontend) -> None:
         engine.vanish()
         assert monitor.recv_multipart()
         frontend.output.disable_monitor()
+        monitor.close()
         assert not frontend.output.poll(0)
         with pytest.raises(RuntimeError, match="no output socket for client 0"):
             engine.send_outputs([])

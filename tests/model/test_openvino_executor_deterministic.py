@@ -16,7 +16,7 @@ from enginewire.text.tokenizer import load_tokenizer
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from enginewire.wire.sampling import SamplingParams, StructuredOutputsParams
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
 NUM_BLOCKS = 64
 LENGTH = 24

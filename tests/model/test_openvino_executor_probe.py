@@ -13,7 +13,7 @@ from enginewire.executors.openvino_grammar import MAX_REPETITION, constraint_fro
 from enginewire.executors.openvino_probe import GrammarProbe
 from enginewire.wire.sampling import StructuredOutputsParams
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

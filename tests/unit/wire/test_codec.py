@@ -396,7 +396,7 @@ def test_other_extensions_are_passed_on() -> None:
 # Encoding
 
 
-@pytest.mark.parametrize("value", [Unknown(), object, print, 1j, np.array([None]), np.datetime64("2020")], ids=repr)
+@pytest.mark.parametrize("value", [Unknown(), object, print, 1j, np.array([None]), np.datetime64("2020")], ids=type)
 def test_a_value_without_a_form_on_the_wire_is_refused_by_its_type(value: object) -> None:
     """Defect 6."""
     with pytest.raises(EncodeError, match=type(value).__qualname__):
