@@ -13,7 +13,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from enginewire.client.base import EngineCoreClient, ExecutorChoice
 from enginewire.client.startup import given_up
@@ -34,6 +34,10 @@ from enginewire.wire.sampling import SamplingParams
 from enginewire.wire.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
+
+
+READERS_PER_TURN: Final = 64
+"""After so many readers were told of news, each of whom may write to a socket, the loop gets a turn: about 1 ms."""
 
 
 class AsyncLLM:
@@ -404,12 +408,13 @@ class AsyncLLM:
 
 async def _handle_outputs(client: EngineCoreClient, outputs: OutputProcessor) -> None:
     """Receive for all requests until nothing more will come, and tell them why."""
+    herald = _Herald()
     try:
         while True:
             message = await client.get_output_async()
             processed = outputs.process(message, time.monotonic())
-            for request in processed.ready:
-                request.wake()
+            if processed.ready:
+                herald.announce(processed.ready)
             if processed.to_abort:
                 await client.abort_requests_async(processed.to_abort)
     except asyncio.CancelledError:
@@ -425,6 +430,28 @@ async def _handle_outputs(client: EngineCoreClient, outputs: OutputProcessor) ->
         text = f"receiving outputs failed: {exc!r}"
         running = _fail_all(outputs, lambda request: EngineGenerateError(text, request_id=request.request_id))
         await client.abort_requests_async(running)
+
+
+class _Herald:
+    """Tells readers that there is something to take, in the loop's next turns: of several messages they hear once."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: dict[RequestState, None] = {}
+
+    def announce(self, requests: Sequence[RequestState]) -> None:
+        """Tell the readers of these requests."""
+        if not self._ready:
+            self._loop.call_soon(self._wake)
+        self._ready.update(dict.fromkeys(requests))
+
+    def _wake(self) -> None:
+        ready = self._ready
+        for request in [*itertools.islice(ready, READERS_PER_TURN)]:
+            del ready[request]
+            request.wake()
+        if ready:
+            self._loop.call_soon(self._wake)
 
 
 def _fail_all(outputs: OutputProcessor, make_error: Callable[[RequestState], EngineClientError]) -> list[str]:

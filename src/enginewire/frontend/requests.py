@@ -113,6 +113,19 @@ class CompletionState:
             self.engine_index,
         )
 
+    @property
+    def has_text_alone(self) -> bool:
+        """Whether :meth:`take_text` takes all that there is to take."""
+        return self.finish_reason is None and not self.raw_logprobs and self.detokenizer is not None
+
+    def take_text(self) -> str:
+        """Take new tokens and return their text; of a completion that runs, as a delta, and without logprobs."""
+        assert self.detokenizer is not None
+        start, self.num_taken = self.num_taken, len(self.token_ids)
+        if self.has_stop_strings:
+            return self.detokenizer.take_delta(False)
+        return self.detokenizer.append_and_take(self.token_ids[start:], False)
+
     def finished_stats(self, now: float) -> FinishedRequestStats:
         """Sum up a completion that has ended."""
         assert self.finish_reason is not None
@@ -166,6 +179,7 @@ class RequestState:
         wake: called when there is something to take; set by whoever waits.
         error: why it failed. Nothing else comes then.
         arrival_ts: when it came, monotonic seconds.
+        num_cached_tokens: prompt tokens that the engine did not have to compute; ``None`` before the first token.
     """
 
     def __init__(self, prepared: PreparedRequest, now: float) -> None:
@@ -187,7 +201,7 @@ class RequestState:
         self._arrival_time = prepared.requests[0].arrival_time
         self._first_token_ts: float | None = None
         self._last_token_ts: float | None = None
-        self._num_cached_tokens: int | None = None
+        self.num_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._raw_prompt_logprobs: LogprobsTensors | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
@@ -241,8 +255,8 @@ class RequestState:
             self._last_token_ts = now
             if self._first_token_ts is None:
                 self._first_token_ts = now
-        if output.prefill_stats is not None and self._num_cached_tokens is None:
-            self._num_cached_tokens = output.prefill_stats.num_cached_tokens
+        if output.prefill_stats is not None and self.num_cached_tokens is None:
+            self.num_cached_tokens = output.prefill_stats.num_cached_tokens
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         if self.params.prompt_logprobs is not None and output.new_prompt_logprobs_tensors is not None:
@@ -264,7 +278,7 @@ class RequestState:
                 sum([len(completion.token_ids) for completion in self.completions]),
             ),
             self._take_prompt_logprobs(),
-            self._num_cached_tokens,
+            self.num_cached_tokens,
             self._kv_transfer_params,
         )
 

@@ -32,6 +32,7 @@ from enginewire.server.errors import (
     http_error,
 )
 from enginewire.server.http import (
+    CONNECTION,
     JSON,
     Receive,
     Request,
@@ -123,7 +124,8 @@ class App:
         headers = {"X-Request-Id": request.id}
         if self.context.admission.is_closed:
             headers["Connection"] = "close"
-        sender = ResponseSender(send, headers)
+        extension = scope.get("extensions", {}).get(CONNECTION, {})
+        sender = ResponseSender(send, headers, extension.get("connection"))
         token = current_request_id.set(request.id)
         endpoint: Endpoint | None = None
         status_code: int | None = None

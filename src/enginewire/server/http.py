@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import parse_qsl
@@ -21,6 +20,9 @@ ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON: Final = "application/json"
 SSE: Final = "text/event-stream; charset=utf-8"
+
+CONNECTION: Final = "enginewire.connection"
+"""The ASGI extension that our server has, for streams; see :class:`Connection`. With others they work without it."""
 
 DISCARDED_BODIES: Final = 8
 """How many times the limit of a too large body is read and thrown away. A client that still sends does not listen: cut
@@ -63,20 +65,44 @@ class Request:
         return f"{peer[0]}:{peer[1]}" if peer else "-"
 
 
+class Connection(Protocol):
+    """What is known of the way to the client where the ASGI server says so.
+
+    Attributes:
+        is_writable: whether the client is there and reads.
+        num_chunks: what ``write_chunk`` has written so far.
+    """
+
+    is_writable: bool
+    num_chunks: int
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write part of a response that has begun and has no ``Content-Length``, while ``is_writable``."""
+
+
 class ResponseSender:
     """Sends one response, and remembers how far it got.
 
+    Args:
+        send: ASGI's.
+        headers: those that every response has.
+        connection: a shorter way for what need not wait, if there is one.
+
     Attributes:
+        connection: that.
         status: the status that was sent, ``None`` before.
         is_complete: whether all of it was sent.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], connection: Connection | None = None) -> None:
         self._send = send
         self._headers = headers
+        self.connection = connection
         self.status: int | None = None
         self.is_complete = False
-        self._written_at: float | None = None
+        self._num_written = 0
+        self._num_written_before = 0
+        self._is_waiting = False
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers, with those that every response has."""
@@ -89,13 +115,16 @@ class ResponseSender:
 
     async def write(self, data: bytes) -> None:
         """Send part of the body. Waits while the client does not read, which is what bounds our memory."""
-        self._written_at = None
+        self._is_waiting = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._written_at = time.monotonic()
+        self._is_waiting = False
+        self._num_written += 1
 
-    def is_silent(self, for_s: float) -> bool:
-        """Whether nothing was written for so long. What the client has not read yet, and holds up the rest, is not."""
-        return self._written_at is not None and time.monotonic() - self._written_at >= for_s
+    def was_silent(self) -> bool:
+        """Whether nothing was written since the last call. What the client does not read, and holds up the rest, is."""
+        num_written = self._num_written + (0 if self.connection is None else self.connection.num_chunks)
+        num_before, self._num_written_before = self._num_written_before, num_written
+        return 0 < num_written == num_before and not self._is_waiting
 
     async def finish(self, data: bytes = b"") -> None:
         """Send the last part."""
@@ -149,14 +178,25 @@ many after 60 s, and an engine may be paused, or a request wait for another engi
 class EventStream:
     """Server-sent events whose first part is there; make one with :meth:`begin`. The last part ends with ``DONE``."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], on_begun: Callable[[Connection], None] | None
+    ) -> None:
         self._first = first
         self._rest = rest
+        self._on_begun = on_begun
 
     @classmethod
-    async def begin(cls, events: AsyncGenerator[bytes, None]) -> EventStream:
-        """Wait for the first part: what fails until then becomes a status and not an event."""
-        return cls(await anext(events), events)
+    async def begin(
+        cls, events: AsyncGenerator[bytes, None], on_begun: Callable[[Connection], None] | None = None
+    ) -> EventStream:
+        """Wait for the first part: what fails until then becomes a status and not an event.
+
+        Args:
+            events: is resumed for the next part when the last one has been sent.
+            on_begun: is told when further ones may be written to the connection, by whoever makes ``events`` and while
+                that is waited for, but for the last; not called where there is no such connection.
+        """
+        return cls(await anext(events), events, on_begun)
 
     async def send(self, sender: ResponseSender) -> None:
         """Send the events as they come."""
@@ -165,7 +205,7 @@ class EventStream:
         sending = asyncio.create_task(self._send(sender), name="enginewire-stream")
         try:
             while not (await asyncio.wait({sending}, timeout=KEEP_ALIVE_S))[0]:
-                if sender.is_silent(KEEP_ALIVE_S):
+                if sender.was_silent():
                     await sender.write(KEEP_ALIVE)
         except BaseException:
             sending.cancel()
@@ -177,6 +217,8 @@ class EventStream:
         async with contextlib.aclosing(self._rest) as rest:
             # X-Accel-Buffering: nginx would collect the events otherwise.
             await sender.start(200, {"Content-Type": SSE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+            if self._on_begun is not None and sender.connection is not None:
+                self._on_begun(sender.connection)
             events = self._first
             while not events.endswith(DONE):
                 await sender.write(events)

@@ -21,6 +21,7 @@ from enginewire.config import EngineConfig
 from enginewire.errors import AddressError, EngineDeadError
 from enginewire.frontend.async_llm import AsyncLLM
 from enginewire.server.app import App, build_app
+from enginewire.server.connection import HttpConnection
 from enginewire.server.context import Siblings
 from enginewire.server.errors import UnavailableError, http_error
 from enginewire.server.http import ASGIApp, Receive, ResponseSender, Scope, Send, json_response
@@ -228,7 +229,7 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",  # we are in it already
-        http="httptools",
+        http=HttpConnection,
         ws="none",
         lifespan="off",
         interface="asgi3",
