@@ -8,8 +8,9 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from serving import Served, wait_until
+from serving import Served, serve, wait_until
 
 LONG = 3000
 """Tokens; a minute on the slow engine."""
@@ -69,6 +70,20 @@ def test_closing_in_the_middle_of_a_stream_aborts(slow_echo: Served) -> None:
     wait_until(lambda: slow_echo.num_live() == 0, "it is gone", timeout_s=2)
 
 
+@pytest.mark.parametrize("several", [{"prompt": ["abc" * 10] * 32}, {"prompt": "abc" * 10, "n": 32}])
+def test_closing_a_stream_that_is_held_up_aborts(several: dict[str, Any]) -> None:
+    """The server waits for its client to read, and the client leaves instead."""
+    with serve("echo", "--executor-option", "step_time_s=0.001") as served:
+        body = {**several, "stream": True, "max_tokens": 50_000}
+        with sent_request(served, "/v1/completions", body):
+            # 50,000 events of 180 bytes are more than the kernel's buffers take.
+            wait_until(lambda: served.metric("vllm:generation_tokens_total") > 50_000, "it is held up", 60)
+            assert served.num_live() == 32
+        wait_until(lambda: served.num_live() == 0, "it is gone", timeout_s=5)
+        assert served.metric("enginewire:client_disconnects_total") == 1
+        assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "abc"}).status_code == 200
+
+
 def test_closing_before_the_body_is_complete_starts_nothing(slow_echo: Served) -> None:
     with socket.create_connection(("127.0.0.1", slow_echo.port)) as connection:
         connection.sendall(
@@ -80,8 +95,6 @@ def test_closing_before_the_body_is_complete_starts_nothing(slow_echo: Served) -
 
 
 def test_aborting_by_id_ends_the_stream_with_what_there_is(slow_echo: Served) -> None:
-    import httpx
-
     body = {"prompt": "abc", "stream": True, "max_tokens": LONG, "request_id": "to-abort", "n": 2}
     reasons = []
     with httpx.stream("POST", f"{slow_echo.url}/v1/completions", json=body, timeout=20) as response:

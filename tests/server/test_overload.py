@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -40,8 +41,12 @@ def test_what_could_never_fit_is_a_400(slow_echo: Served) -> None:
     assert refused.json()["error"]["param"] == "n"
 
 
-def test_slow_reader_costs_little_memory_and_slows_nobody() -> None:
-    """A client does not read what it asked for, 96,000 tokens; others are served meanwhile as fast as before."""
+@pytest.mark.parametrize("several", ["completions", "prompts"])
+def test_slow_reader_costs_little_memory_and_slows_nobody(several: str) -> None:
+    """A client does not read what it asked for, 96,000 tokens; others are served meanwhile as fast as before.
+
+    A prompt's only completion takes a shorter way to the connection than several do.
+    """
     n, num_tokens = 32, 3000
     step = ["--executor-option", "step_time_s=0.002"]
     with serve("echo", *step) as served, httpx.Client(base_url=served.url, timeout=60) as http:
@@ -56,7 +61,8 @@ def test_slow_reader_costs_little_memory_and_slows_nobody() -> None:
         process = psutil.Process(served.process.pid)
         before = process.memory_info().rss
         prompt = "abc" * 10
-        body = {"prompt": prompt, "max_tokens": num_tokens, "stream": True, "n": n}
+        body: dict[str, Any] = {"max_tokens": num_tokens, "stream": True}
+        body |= {"prompt": prompt, "n": n} if several == "completions" else {"prompt": [prompt] * n}
         with sent_request(served, "/v1/completions", body) as connection:
             wait_until(lambda: served.metric("vllm:generation_tokens_total") > n * num_tokens / 2, "half is there", 60)
             assert min(seconds() for _ in range(3)) < 3 * alone + 0.5

@@ -223,6 +223,49 @@ def test_a_stream_that_its_client_does_not_read_gets_no_comments(monkeypatch: py
     assert written == [b"", b"data: 1\n\n", http.DONE]
 
 
+class Line:
+    """A connection on which parts are written without waiting."""
+
+    is_writable = True
+    num_chunks = 0
+
+    def write_chunk(self, data: bytes) -> None:
+        self.num_chunks += 1
+
+
+def test_a_stream_whose_parts_are_written_past_its_task_is_not_silent() -> None:
+    async def run() -> None:
+        line = Line()
+        sender = ResponseSender(sent_nowhere, {}, line)
+        assert not sender.was_silent(), "it has not begun"
+        await sender.start(200, {})
+        await sender.write(b"data: 1")
+        assert not sender.was_silent()
+        assert sender.was_silent()
+        line.write_chunk(b"data: 2")
+        assert not sender.was_silent()
+        assert sender.was_silent()
+
+    asyncio.run(run())
+
+
+def test_who_makes_a_stream_is_told_where_to_write_once_it_has_begun() -> None:
+    async def run() -> None:
+        told: list[tuple[object, bool]] = []
+        line = Line()
+        done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        done.set_result(http.DONE)
+        sender = ResponseSender(sent_nowhere, {}, line)
+        stream = await http.EventStream.begin(
+            silent_after(b"data: 1\n\n", done), lambda connection: told.append((connection, sender.status == 200))
+        )
+        assert told == []
+        await stream.send(sender)
+        assert told == [(line, True)]
+
+    asyncio.run(run())
+
+
 def test_a_stream_that_fails_or_is_cancelled_ends_what_makes_it() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()

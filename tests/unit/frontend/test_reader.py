@@ -82,6 +82,57 @@ def test_a_request_that_is_woken_again_behind_its_end_counts_once() -> None:
     asyncio.run(run())
 
 
+def test_the_shortcut_is_asked_while_somebody_waits_and_only_then() -> None:
+    async def run() -> None:
+        bench = Bench("a", "b")
+        reader = Reader(bench.requests)
+        taken: list[tuple[int, str]] = []
+
+        def take(position: int) -> bool:
+            completion = bench.requests[position].completions[0]
+            if not completion.has_text_alone:
+                return False
+            taken.append((position, completion.take_text()))
+            return True
+
+        reader.shortcut = take
+        bench.step(0, "nobody waits yet")
+        position, (news,) = await reader.next()
+        assert (position, news.text, taken) == (0, "nobody waits yet", [])
+        waiting = asyncio.ensure_future(reader.next())
+        await asyncio.sleep(0)
+        bench.step(1, "x")
+        bench.step(0, "y")
+        bench.requests[0].max_output_len = 1
+        bench.step(0, "z", FinishReason.LENGTH)
+        bench.step(1, "behind it")
+        position, (news,) = await waiting
+        assert (position, news.text, news.finish_reason) == (0, "z", "length")
+        assert taken == [(1, "x"), (0, "y")]
+        position, (news,) = await reader.next()
+        assert (position, news.text) == (1, "behind it")
+
+    asyncio.run(run())
+
+
+def test_a_shortcut_that_fails_fails_its_reader_and_nobody_else() -> None:
+    async def run() -> None:
+        bench = Bench("a")
+        reader = Reader(bench.requests)
+
+        def fail(position: int) -> bool:
+            raise ValueError("a bug")
+
+        reader.shortcut = fail
+        waiting = asyncio.ensure_future(reader.next())
+        await asyncio.sleep(0)
+        bench.step(0, "x")
+        with pytest.raises(ValueError, match="a bug"):
+            await waiting
+
+    asyncio.run(run())
+
+
 def test_a_failure_is_raised_where_the_outputs_are_taken() -> None:
     async def run() -> None:
         bench = Bench("a", "b")
