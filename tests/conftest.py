@@ -58,8 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = config.stash[_temporary_folder] = tempfile.mkdtemp(prefix="ew-")  # short: ipc paths are
     os.environ["TMPDIR"] = folder
     tempfile.tempdir = None
-    # What frontends remember of their engines must not outlive the run, nor come from before it.
-    os.environ["XDG_STATE_HOME"] = os.path.join(folder, "state")
     free_tcp_port()  # the first call opens a socket for good
 
 
@@ -157,6 +155,12 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     from enginewire.client.lookout import Lookout
 
     monkeypatch.setattr(Lookout, "interval_s", 0.02)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def state_home() -> None:
+    """Let frontends remember no engines from before the module: later ones are given their ports again."""
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
 
 
 @pytest.fixture(autouse=True)

@@ -66,8 +66,9 @@ def test_of_two_frontends_one_vanishes_and_the_other_does_not_notice(executor: s
         frontend.wait_finished("fresh", client_index=1)
         assert frontend.token_ids("fresh", client_index=1) == [7, 8, 7, 8]
         for request_id in ("runs", "waits", "waits too"):  # told, unless that went to the socket that was closing
-            for told in frontend.outputs_of(request_id, client_index=1):
-                assert (told.new_token_ids, told.finish_reason) == ([], FinishReason.ABORT)
+            told = frontend.outputs_of(request_id, client_index=1)  # of "runs" also what a step in flight made
+            assert [output.finish_reason for output in told[-1:]] in ([], [FinishReason.ABORT])
+            assert request_id == "runs" or not frontend.token_ids(request_id, client_index=1)
         seen = len(frontend.token_ids("stays"))
         frontend.wait_tokens("stays", seen + 5)
 

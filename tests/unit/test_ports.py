@@ -34,7 +34,7 @@ def test_no_two_processes_get_the_same() -> None:
 
 def test_where_all_ports_belong_to_others_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_binds", lambda probe, port: False)
-    with pytest.raises(OSError, match="none of the 99 ports"):
+    with pytest.raises(OSError, match="none of the 399 ports"):
         free_tcp_port()
-    with pytest.raises(OSError, match="all 100 blocks of ports"):
+    with pytest.raises(OSError, match="all 50 blocks of ports"):
         ports._own_ports.__wrapped__()

@@ -9,11 +9,11 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
-RANGE: Final = range(20_000, 30_000)
+RANGE: Final = range(12_000, 32_000)
 """Below that from which the kernel gives out ports of its own (32768 and up on Linux): a port from in there may belong
 to anybody's connection a moment later."""
 
-BLOCK: Final = 100
+BLOCK: Final = 400
 
 
 def free_tcp_port() -> int:
