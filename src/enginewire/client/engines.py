@@ -23,7 +23,7 @@ from enginewire.client.status import EngineStatus
 from enginewire.errors import EngineDeath
 from enginewire.wire.capabilities import EVERYTHING, Capabilities, EngineInfo
 from enginewire.wire.codec import OutputsDecoder
-from enginewire.wire.frames import engine_identity
+from enginewire.wire.frames import engine_identity, heads_of_outputs
 from enginewire.wire.profile import V0_25, WireProfile
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class Engine:
         profile: which layout it speaks.
         ready: what it said of itself; ``None`` too if that was nothing.
         has_been_ready: whether it ever was.
-        live: its requests whose last output has not been taken yet, by id; ``None`` for one that was sent without a
-            copy and therefore let go (C-28).
+        live: ids of its requests whose last output has not been taken yet, in the order in which they were sent.
         stale: ids of requests that ended here with a loss or were left by another client, and that it may still run.
         is_haunted: it may send outputs for ids that are not live: from before a loss, or of another client.
         in_doubt: a message was dropped that may have been the last for one of its requests.
@@ -85,7 +84,7 @@ class Engine:
         self.num_restarts = 0
         self.ready: EngineCoreReadyResponse | None = None
         self.has_been_ready = False
-        self.live: dict[str, EngineCoreRequest | None] = {}
+        self.live: dict[str, None] = {}
         self.stale: set[str] = set()
         self.is_haunted = False
         self.in_doubt = False
@@ -99,6 +98,7 @@ class Engine:
         self.link = link
         link.engines.append(self)
         link.sole = self if len(link.engines) == 1 else None
+        link.heads |= heads_of_outputs(self.index)
         self.use_profile(V0_25)
 
     def use_profile(self, profile: WireProfile) -> None:

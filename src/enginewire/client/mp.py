@@ -41,6 +41,16 @@ logger = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Waiter)
 
+_clients: weakref.WeakSet[MPClient] = weakref.WeakSet()
+
+
+def _disown_clients() -> None:
+    for client in _clients:
+        client._is_copy = True
+
+
+os.register_at_fork(after_in_child=_disown_clients)  # asking for the process id takes as long as sending a message
+
 
 class MPClient(EngineCoreClient):
     """Client of engines in other processes; see :class:`SyncMPClient` and :class:`AsyncMPClient`.
@@ -83,7 +93,9 @@ class MPClient(EngineCoreClient):
             self.config.log_stats = log_stats
         self.client_count = client_count
         self.client_index = client_index
-        self._pid = os.getpid()
+        self._is_copy = False
+        """In a forked child, of which ZeroMQ knows nothing."""
+        _clients.add(self)
         self._balancer = make_balancer(self.config.load_balancer, client_count=client_count, client_index=client_index)
         self.resources = BackgroundResources(self.config.shutdown_timeout_s, self.config.terminate_timeout_s)
         self._finalizer = weakref.finalize(self, self.resources)
@@ -172,7 +184,7 @@ class MPClient(EngineCoreClient):
 
     def _ensure_own_process(self) -> None:
         """Refuse to work in a forked child. Before any lock: a thread that does not exist there may hold it."""
-        if os.getpid() != self._pid:
+        if self._is_copy:
             raise RuntimeError(
                 "this client belongs to the process that made it; ZeroMQ sockets do not survive a fork. "
                 "Make a client of its own in the child process"
@@ -201,7 +213,9 @@ class MPClient(EngineCoreClient):
                     self.inbox.failover.begins(engine, request)
                 self.outbox.add(engine, request)
             except BaseException as exc:
-                self._forget(request_id)
+                owners.pop(request_id, None)
+                if self.inbox.failover is not None:
+                    self.inbox.failover.forget(request_id)
                 if not isinstance(exc, zmq.ZMQError):
                     raise
                 error = self._unreachable(engine, exc)
@@ -231,15 +245,6 @@ class MPClient(EngineCoreClient):
             raise self._unavailable()
         return self.engines.pick(request, self._balancer, ready)
 
-    def _forget(self, request_id: str) -> tuple[Engine | None, str]:
-        """Follow a request no longer; return the engine that has it, and the id under which it does."""
-        engine, failover = self.engines.owners.pop(request_id, None), self.inbox.failover
-        if failover is not None:
-            request_id = failover.forget(request_id)
-        if engine is not None:
-            engine.live.pop(request_id, None)
-        return engine, request_id
-
     def _send_abort(self, request_ids: Sequence[str]) -> None:
         """Send ABORT to the engines that have the requests; no-op for no ids and for engines that are gone (C-42).
 
@@ -247,14 +252,20 @@ class MPClient(EngineCoreClient):
         """
         if not request_ids or self.engine_dead or self.resources.closing:
             return
-        owned = [self._forget(request_id) for request_id in request_ids]
+        # Thousands may be aborted at once: a loop over all of them for each step.
+        owners, failover = self.engines.owners, self.inbox.failover
+        owned = [owners.pop(request_id, None) for request_id in request_ids]
+        if failover is not None:
+            request_ids = [failover.forget(request_id) for request_id in request_ids]
+        unknown = [each for each, owner in zip(request_ids, owned, strict=True) if owner is None]
         for engine in self.engines:
-            if engine.state not in (EngineState.READY, EngineState.LEAVING):
-                continue
-            ids = [request_id for owner, request_id in owned if owner is engine or owner is None]
-            with contextlib.suppress(zmq.ZMQError):  # it is gone, and its requests with it
-                if ids:
+            known = [each for each, owner in zip(request_ids, owned, strict=True) if owner is engine]
+            ids = known + unknown
+            if ids and engine.state in (EngineState.READY, EngineState.LEAVING):
+                with contextlib.suppress(zmq.ZMQError):  # it is gone, and its requests with it
                     self.outbox.abort(engine, ids)
+            for request_id in known:
+                engine.live.pop(request_id, None)
 
     def engine_index_of(self, request_id: str) -> int | None:
         engine = self.engines.owners.get(request_id)

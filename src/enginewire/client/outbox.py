@@ -41,7 +41,7 @@ class Outbox:
         request.client_index = self._client_index
         message = engine.profile.request_of(request)
         frames = self._encoder.encode(message)
-        engine.live[request.request_id] = request if len(frames) == 1 else None
+        engine.live[request.request_id] = None
         try:
             self._send(engine, ADD, message, frames)
         except BaseException:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from enginewire.client.base import ExecutorChoice
-from enginewire.client.inbox import Arrival
 from enginewire.client.mp import MPClient
 from enginewire.client.sync_receiver import SyncReceiver
 from enginewire.client.utilities import Call, combined
@@ -62,7 +60,7 @@ class SyncMPClient(MPClient):
     def __init__(
         self, config: EngineConfig, executor_class: ExecutorChoice = None, log_stats: bool | None = None, **kwargs: Any
     ) -> None:
-        # Held while a message is taken, if requests may move: what was delivered before a loss is known when that is.
+        # Held while a message is taken, if requests may move.
         self._order = threading.Lock()
         self._receiver: SyncReceiver | None = None
         super().__init__(config, executor_class, log_stats, **kwargs)
@@ -94,27 +92,37 @@ class SyncMPClient(MPClient):
             self._send_abort(request_ids)
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
-        assert self._receiver is not None, "it is there when the constructor returns"
-        arrived = self._receiver.arrived
+        receiver, inbox = self._receiver, self.inbox
+        assert receiver is not None, "it is there when the constructor returns"
         deadline = None if timeout is None else time.monotonic() + timeout
+        if inbox.failover is not None:
+            return self._get_in_order(receiver, deadline, timeout)
+        arrived = receiver.arrived
         while True:
-            if not arrived:
-                self._wait_for_arrival(self._receiver, deadline, timeout)
-            if self.inbox.failover is None:
-                message = self._take_next(arrived)
+            if arrived:
+                try:
+                    item = arrived.popleft()
+                except IndexError:  # another consumer was faster
+                    continue
+            elif timeout is not None or self._is_copy or (received := receiver.receive()) is None:
+                if not arrived:
+                    self._wait_for_arrival(receiver, deadline, timeout)
+                continue
             else:
-                with self._order:
-                    message = self._take_next(arrived)
+                item = received
+            message = inbox.take(item)
             if message is not None:
                 return message
 
-    def _take_next(self, arrived: deque[Arrival]) -> EngineCoreOutputs | None:
-        """Take what is next; ``None`` if it is nothing for the caller, or another consumer was faster."""
-        try:
-            item = arrived.popleft()
-        except IndexError:
-            return None
-        return self.inbox.take(item)
+    def _get_in_order(self, receiver: SyncReceiver, deadline: float | None, timeout: float | None) -> EngineCoreOutputs:
+        """Do the same where requests may move: what was delivered before a loss is known when that is taken."""
+        while True:
+            if not receiver.arrived:
+                self._wait_for_arrival(receiver, deadline, timeout)
+            with self._order:
+                message = self.inbox.take(receiver.arrived.popleft()) if receiver.arrived else None
+            if message is not None:
+                return message
 
     def _wait_for_arrival(self, receiver: SyncReceiver, deadline: float | None, timeout: float | None) -> None:
         self._ensure_own_process()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from _thread import get_ident
 from collections import deque
 from collections.abc import Callable
 from time import monotonic, sleep
@@ -34,6 +35,9 @@ BATCH: Final = 64
 BURST_S: Final = 30e-6
 """A message that had to be waited for longer than this is handed over alone and at once: finding out that nothing
 follows it would cost a tenth of the latency of a call. Sooner than that, more are likely to be there."""
+
+SMALL_BYTES: Final = 512
+"""Larger messages are not taken in bursts: by the time that the last one is decoded, the cache has forgotten it."""
 
 JOIN_S: Final = 5.0
 
@@ -91,7 +95,7 @@ class SyncReceiver:
     def stop(self) -> bool:
         """End it, and have it close its sockets; ``False``: it does not end, or later and releases the others then."""
         # A signal handler's doing, in the middle of a wait: that ends first. Or that of a callback in the thread.
-        self._is_left_alone = self._reader == threading.get_ident()
+        self._is_left_alone = self._reader == get_ident()
         self._is_stopping = True
         self.wake()
         if self._is_left_alone:
@@ -114,6 +118,40 @@ class SyncReceiver:
     def has_arrived(self) -> bool:
         """Whether a consumer need not wait."""
         return bool(self.arrived) or self.end is not None
+
+    def receive(self) -> Arrival | None:
+        """Receive one message for its consumer, who has found nothing that has arrived.
+
+        The usual way of a message, without what :meth:`wait` considers besides. ``None``: it has arrived with others;
+        or none came, or no outputs, or this is somebody else's to do, and then :meth:`wait` has to.
+        """
+        if self._is_wanted or not self._role.acquire(False):  # a keyword costs as much as the lock
+            return None
+        self._reader = get_ident()
+        self._num_reads += 1
+        try:
+            link = self._direct
+            if link is not None and not self.arrived and self.end is None:
+                began = monotonic()
+                frames = receive_message(link.output_socket, 0)
+                if not self._inbox.sort(link, frames):
+                    if self._inbox.marked:
+                        self.wake()
+                elif len(frames[0]) < SMALL_BYTES and monotonic() - began < BURST_S:
+                    self.arrived.append((link, frames))
+                    self._drain(link)
+                else:
+                    return link, frames
+        except zmq.Again:
+            pass
+        except Exception as exc:  # noqa: BLE001 - as below
+            self._fail(exc)
+        finally:
+            self._reader = None
+            self._role.release()
+            if self._num_followers:
+                self._tell_followers()
+        return None
 
     def wait(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until ``is_there``, which someone who receives makes true; ``False``: the deadline passes first.
@@ -139,7 +177,7 @@ class SyncReceiver:
 
     def _read(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
         """Read until ``is_there``; ``False``: nothing comes, or the thread is to read."""
-        self._reader = threading.get_ident()
+        self._reader = get_ident()
         self._num_reads += 1
         link = self._direct
         try:
@@ -163,7 +201,7 @@ class SyncReceiver:
 
     def _follow(self, is_there: Callable[[], bool], limit: float | None, *, is_tired: bool) -> None:
         """Wait until somebody else has received something, or has left the role."""
-        if self._reader == threading.get_ident():
+        if self._reader == get_ident():
             raise RuntimeError(
                 "this thread was interrupted, by a signal handler or a callback, while it receives for the client; "
                 "what is to wait for an engine then has to do so in another thread"
@@ -201,9 +239,14 @@ class SyncReceiver:
 
     def _drain(self, link: Link, limit: int = BATCH) -> bool:
         """Take what is there, up to a limit, without waiting; whether that is known to be all."""
+        socket, sort, append = link.output_socket, self._inbox.sort, self.arrived.append
         try:
             for _ in range(limit):
-                self._take(link, receive_message(link.output_socket))
+                frames = receive_message(socket)
+                if sort(link, frames):
+                    append((link, frames))
+                elif self._inbox.marked:
+                    self.wake()
         except zmq.Again:
             return True
         return False
@@ -233,7 +276,7 @@ class SyncReceiver:
         """Get the role, from a caller who has it for a while."""
         self._is_wanted = True
         self._role.acquire()
-        self._reader = threading.get_ident()
+        self._reader = get_ident()
 
     def _receive(self) -> None:
         are_callers_quick = False

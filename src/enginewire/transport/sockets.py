@@ -179,6 +179,8 @@ _READABLE: Final = int(zmq.POLLIN)
 _send: Final = zmq.backend.Socket.send
 """Without what ``zmq.Socket.send`` does first, for kinds of sockets that are not ours: twice a small frame's cost."""
 
+_receive: Final = zmq.backend.Socket.recv
+
 
 def send_message(
     socket: zmq.Socket[bytes], head: Sequence[Buffer], arrays: Sequence[Buffer] = ()
@@ -219,10 +221,10 @@ def receive_message(socket: zmq.Socket[bytes], flags: int = _LAST) -> list[bytes
     Raises:
         Again: there is none.
     """
-    frame = socket.recv(flags, False)
+    frame = _receive(socket, flags, False)
     frames = [frame.bytes]
     while frame.more:
-        frame = socket.recv(_LAST, False)
+        frame = _receive(socket, _LAST, False)
         frames.append(frame.bytes)
     return frames
 

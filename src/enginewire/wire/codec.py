@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from time import monotonic
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -218,7 +219,7 @@ class OutputsDecoder:
         self._array_slots = outputs_type.OUTPUT.ARRAY_SLOTS
         # No hook for extensions: it would be called for every array of a step. Array bytes stay what they are until
         # they are read, and pickles stay bytes: no reader takes them.
-        self._outputs = msgspec.msgpack.Decoder(outputs_type)
+        self._decode = msgspec.msgpack.Decoder(outputs_type).decode
         self._output = msgspec.msgpack.Decoder(self._output_type)
 
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreOutputs:
@@ -231,16 +232,21 @@ class OutputsDecoder:
             DecodeError: nothing can be made of it.
         """
         try:
-            message = self._outputs.decode(frames[0])
+            message = self._decode(frames[0])
         except NOT_DECODABLE as exc:
             message = self._salvage(frames[0] if frames else b"", exc)
+        if message.timestamp == 0.0:
+            message.timestamp = monotonic()
         if len(frames) > 1:
-            for output in message.outputs:
-                for slot in self._array_slots:
-                    fill_in_frames(slot.__get__(output), frames)
-            if message.utility_output is not None:
-                fill_in_frames(message.utility_output.result, frames)
+            self._fill_in_arrays(message, frames)
         return message
+
+    def _fill_in_arrays(self, message: ReceivedOutputs, frames: Sequence[Buffer]) -> None:
+        for output in message.outputs:
+            for slot in self._array_slots:
+                fill_in_frames(slot.__get__(output), frames)
+        if message.utility_output is not None:
+            fill_in_frames(message.utility_output.result, frames)
 
     def _salvage(self, payload: Buffer, cause: Exception) -> ReceivedOutputs:
         """Read a damaged message piece by piece. What has an owner is reported to it, the rest is left out."""

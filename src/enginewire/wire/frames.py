@@ -72,6 +72,18 @@ def may_hold_utility_output(payload: Buffer) -> bool:
     return position < size and payload[position] == 0x90
 
 
+def heads_of_outputs(engine_index: int) -> frozenset[bytes]:
+    """Return how nearly all messages of an engine begin that have outputs: their first three bytes.
+
+    Those are the header of an array of 8 or 9, ``engine_index`` as one byte, and the header of a list that is not
+    empty. What begins so is no utility answer and no death marker; what does not may still have outputs.
+    """
+    if engine_index > 0x7F:
+        return frozenset()
+    list_headers = (*range(0x91, 0xA0), 0xDC, 0xDD)
+    return frozenset(bytes((array, engine_index, first)) for array in (0x98, 0x99) for first in list_headers)
+
+
 def sender_of(payload: Buffer) -> int | None:
     """Return the ``engine_index`` of an EngineCoreOutputs payload without decoding it; ``None`` if it is none.
 

@@ -296,15 +296,11 @@ class EngineCoreOutputs(Struct, array_like=True):
     engine_index: int = 0
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     scheduler_stats: SchedulerStats | None = None
-    timestamp: float = 0.0
+    timestamp: float = field(default_factory=time.monotonic)
     utility_output: UtilityOutput | None = None
     finished_requests: list[str] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.timestamp == 0.0:
-            self.timestamp = time.monotonic()
 
 
 class ReceivedOutputs(EngineCoreOutputs, array_like=True):

@@ -22,7 +22,7 @@ encode = MsgpackEncoder().encode
 
 def fake_link() -> Any:
     """Make what an inbox needs of a link."""
-    return SimpleNamespace(engines=[], sole=None, decoders={})
+    return SimpleNamespace(engines=[], sole=None, heads=frozenset(), decoders={})
 
 
 class Correspondence:
