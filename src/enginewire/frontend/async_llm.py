@@ -443,15 +443,18 @@ class _Herald:
         """Tell the readers of these requests."""
         if not self._ready:
             self._loop.call_soon(self._wake)
-        self._ready.update(dict.fromkeys(requests))
+            self._ready = dict.fromkeys(requests)
+        else:
+            self._ready.update(dict.fromkeys(requests))
 
     def _wake(self) -> None:
-        ready = self._ready
-        for request in [*itertools.islice(ready, READERS_PER_TURN)]:
-            del ready[request]
-            request.wake()
-        if ready:
+        ready = [*self._ready]
+        self._ready = dict.fromkeys(ready[READERS_PER_TURN:])
+        if self._ready:
             self._loop.call_soon(self._wake)
+        for request in ready[:READERS_PER_TURN]:
+            if request.listener is not None:
+                request.listener.hear(request)
 
 
 def _fail_all(outputs: OutputProcessor, make_error: Callable[[RequestState], EngineClientError]) -> list[str]:

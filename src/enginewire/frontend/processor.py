@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enginewire.errors import DecodeError, EngineClientError, EngineGenerateError, request_error_from_reason
 from enginewire.frontend.inputs import PreparedRequest
 from enginewire.frontend.requests import FINAL_ONLY, CompletionState, RequestState
-from enginewire.frontend.stats import IterationStats, StatLogger
+from enginewire.frontend.stats import IterationStats, StatLogger, engine_times
 from enginewire.wire.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from enginewire.wire.stats import SchedulerStats
 
@@ -64,22 +64,28 @@ class OutputProcessor:
             self.scheduler_stats = message.scheduler_stats
         stats = None if self.stat_logger is None else IterationStats(now, message.timestamp)
         processed = Processed(stats=stats)
+        engine_index, completions = message.engine_index, self._completions
         for output in message.outputs:
-            completion = self._completions.get(output.request_id)
+            completion = completions.get(output.request_id)
             if completion is None:
                 continue
             request = completion.request
+            completion.engine_index = engine_index
+            if stats is not None and (new := output.new_token_ids):
+                stats.num_generation_tokens += len(new)
+                if completion.last_token_ts:
+                    stats.inter_token_latencies.append(now - completion.last_token_ts)
+                else:
+                    _note_first_token(completion, output, stats, message.timestamp)
             try:
-                completion.engine_index = message.engine_index
-                request.note(output, now)
-                completion.add(output)
+                completion.add(output, now)
+                if output.prefill_stats is not None or output.kv_transfer_params or request.wants_prompt_logprobs:
+                    request.note(output)
             except DecodeError as exc:  # arrays are looked at only now; this request is broken, the others are not
                 error = EngineGenerateError(f"its outputs cannot be read: {exc}", request_id=request.request_id)
                 processed.to_abort += self.fail(request, error)
                 processed.ready.append(request)
                 continue
-            if stats is not None:
-                completion.times.note(output, message.timestamp, stats)
             if completion.finish_reason is not None:
                 self._finish(completion, output, processed)
             elif request.kind is not FINAL_ONLY and output.new_token_ids:
@@ -133,6 +139,15 @@ class OutputProcessor:
         request.num_running -= 1
         if request.kind is not FINAL_ONLY or request.num_running == 0:
             processed.ready.append(request)
+
+
+def _note_first_token(
+    completion: CompletionState, output: EngineCoreOutput, stats: IterationStats, engine_ts: float
+) -> None:
+    request = completion.request
+    stats.time_to_first_tokens.append(stats.timestamp - request.arrival_ts)
+    stats.num_prompt_tokens += len(request.prompt_token_ids)
+    completion.queued_time, completion.prefill_time = engine_times(output.events or (), engine_ts)
 
 
 def _failure(completion: CompletionState) -> EngineClientError | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from enginewire.frontend.outputs import CompletionOutput
 from enginewire.frontend.requests import RequestState
@@ -17,11 +16,11 @@ class Reader:
     stream.
 
     Args:
-        requests: their ``wake`` belongs to the reader from now on.
+        requests: their ``listener`` is the reader from now on.
 
     Attributes:
-        shortcut: if set, is called with the position of a request that has news while somebody waits for them in
-            :meth:`next`. ``True``: it has taken what there was, and the wait goes on.
+        shortcut: if set, is called with a request that has news while somebody waits for them in :meth:`next`.
+            ``True``: it has taken what there was, and the wait goes on.
     """
 
     __slots__ = ("_loop", "_num_running", "_ready", "_waiter", "requests", "shortcut")
@@ -30,11 +29,11 @@ class Reader:
         self.requests = requests
         self._loop = asyncio.get_running_loop()
         self._num_running = len(requests)
-        self._ready = dict.fromkeys(range(len(requests)))  # an ordered set; something may have come before us
+        self._ready = dict.fromkeys(requests)  # an ordered set; something may have come before us
         self._waiter: asyncio.Future[None] | None = None
-        self.shortcut: Callable[[int], bool] | None = None
+        self.shortcut: Callable[[RequestState], bool] | None = None
         for position, request in enumerate(requests):
-            request.wake = partial(self._wake, position)
+            request.listener, request.position = self, position
 
     @property
     def is_done(self) -> bool:
@@ -50,25 +49,31 @@ class Reader:
         ready = self._ready
         while True:
             while ready:
-                position = next(iter(ready))
-                del ready[position]
-                request = self.requests[position]
+                request = next(iter(ready))
+                del ready[request]
                 if news := request.take_news():
                     self._num_running -= request.finished
-                    return position, news
-            self._waiter = self._loop.create_future()
-            await self._waiter
+                    return request.position, news
+            self._waiter = waiter = self._loop.create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
 
-    def _wake(self, position: int) -> None:
+    def hear(self, request: RequestState) -> None:
+        """Take note that a request has something to take."""
         waiter = self._waiter
-        if waiter is None or waiter.done():
-            self._ready[position] = None
-            return
-        try:
-            if self.shortcut is not None and self.shortcut(position):
+        if waiter is not None and self.shortcut is not None:
+            try:
+                if self.shortcut(request):
+                    return
+            except Exception as exc:  # noqa: BLE001 - the reader's, and not that of whoever brings news to all
+                self._waiter = None
+                if not waiter.done():
+                    waiter.set_exception(exc)
                 return
-        except Exception as exc:  # noqa: BLE001 - the reader's, and not that of whoever brings news to all
-            waiter.set_exception(exc)
-            return
-        self._ready[position] = None
-        waiter.set_result(None)
+        self._ready[request] = None
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)

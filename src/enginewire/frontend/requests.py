@@ -6,14 +6,13 @@ looked at as it comes: the engine has to be told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from enginewire.errors import EngineClientError
 from enginewire.frontend.inputs import PreparedRequest
 from enginewire.frontend.logprobs import TokenLogprobs, TokenText, prompt_logprobs, sampled_logprobs
 from enginewire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from enginewire.frontend.stats import CompletionTimes, FinishedRequestStats
+from enginewire.frontend.stats import FinishedRequestStats
 from enginewire.text.detokenizer import IncrementalDetokenizer
 from enginewire.wire.arrays import LogprobsLists, LogprobsTensors
 from enginewire.wire.messages import EngineCoreOutput, FinishReason
@@ -33,14 +32,17 @@ class CompletionState:
         "engine_id",
         "engine_index",
         "finish_reason",
+        "first_token_ts",
         "has_stop_strings",
         "index",
+        "last_token_ts",
         "logprobs",
         "num_taken",
+        "prefill_time",
+        "queued_time",
         "raw_logprobs",
         "request",
         "stop_reason",
-        "times",
         "token_ids",
         "wants_logprobs",
     )
@@ -51,7 +53,9 @@ class CompletionState:
         self.engine_id = engine_id
         self.engine_index: int | None = None  # nobody has it yet
         self.detokenizer = detokenizer
-        self.times = CompletionTimes(request.arrival_ts, len(request.prompt_token_ids))
+        self.first_token_ts = self.last_token_ts = 0.0  # monotonic seconds; 0: none yet
+        self.queued_time: float | None = None  # in the engine; the engine said nothing
+        self.prefill_time: float | None = None
         self.has_stop_strings = detokenizer is not None and bool(request.params.stop)
         self.wants_logprobs = request.params.logprobs is not None
         self.token_ids: list[int] = []
@@ -63,18 +67,20 @@ class CompletionState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
-    def add(self, output: EngineCoreOutput) -> None:
-        """Take a step's tokens."""
-        new = output.new_token_ids
+    def add(self, output: EngineCoreOutput, now: float) -> None:
+        """Take a step's tokens. ``now`` is monotonic seconds."""
         reason = output.finish_reason
         stop_string = None
-        if new:
+        if new := output.new_token_ids:
             if self.has_stop_strings:
                 stop_string = self._append_until_stop(new, reason)
             else:
-                self.token_ids += new
+                self.token_ids.extend(new)
             if self.wants_logprobs and output.new_logprobs is not None:
                 self.raw_logprobs.append(output.new_logprobs)
+            if not self.last_token_ts:
+                self.first_token_ts = now
+            self.last_token_ts = now
         if stop_string is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
         elif reason is not None:
@@ -129,7 +135,17 @@ class CompletionState:
     def finished_stats(self, now: float) -> FinishedRequestStats:
         """Sum up a completion that has ended."""
         assert self.finish_reason is not None
-        return self.times.finished(self.finish_reason, len(self.token_ids), self.request.max_output_len, now)
+        request = self.request
+        return FinishedRequestStats(
+            self.finish_reason,
+            len(request.prompt_token_ids),
+            len(self.token_ids),
+            request.max_output_len,
+            now - request.arrival_ts,
+            self.queued_time,
+            self.prefill_time,
+            self.last_token_ts - self.first_token_ts,
+        )
 
     @property
     def has_news(self) -> bool:
@@ -171,16 +187,46 @@ class CompletionState:
         self.raw_logprobs.clear()
 
 
+class Listener(Protocol):
+    """Who takes a request's outputs."""
+
+    def hear(self, request: RequestState) -> None:
+        """Take note that the request has something to take."""
+
+
 class RequestState:
     """A user's request in flight: one or several completions.
 
     Attributes:
         request_id: the user's id.
-        wake: called when there is something to take; set by whoever waits.
+        listener: is told when there is something to take.
+        position: the listener's: which of its requests this is.
         error: why it failed. Nothing else comes then.
         arrival_ts: when it came, monotonic seconds.
         num_cached_tokens: prompt tokens that the engine did not have to compute; ``None`` before the first token.
     """
+
+    __slots__ = (
+        "_arrival_time",
+        "_kv_transfer_params",
+        "_prompt_logprobs",
+        "_raw_prompt_logprobs",
+        "arrival_ts",
+        "completions",
+        "error",
+        "kind",
+        "listener",
+        "max_output_len",
+        "num_cached_tokens",
+        "num_running",
+        "params",
+        "position",
+        "prompt",
+        "prompt_token_ids",
+        "request_id",
+        "token_text",
+        "wants_prompt_logprobs",
+    )
 
     def __init__(self, prepared: PreparedRequest, now: float) -> None:
         self.request_id = prepared.request_id
@@ -188,9 +234,11 @@ class RequestState:
         self.prompt_token_ids = prepared.prompt_token_ids
         self.params = prepared.params
         self.kind = prepared.params.output_kind
+        self.wants_prompt_logprobs = prepared.params.prompt_logprobs is not None
         self.max_output_len = prepared.max_output_len
         self.token_text: TokenText | None = None if prepared.tokenizer is None else prepared.tokenizer.token_text
-        self.wake: Callable[[], object] = _nobody_waits
+        self.listener: Listener | None = None
+        self.position = 0
         self.error: EngineClientError | None = None
         self.arrival_ts = now
         self.completions = [
@@ -199,8 +247,6 @@ class RequestState:
         ]
         self.num_running = len(self.completions)
         self._arrival_time = prepared.requests[0].arrival_time
-        self._first_token_ts: float | None = None
-        self._last_token_ts: float | None = None
         self.num_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._raw_prompt_logprobs: LogprobsTensors | None = None
@@ -249,17 +295,18 @@ class RequestState:
             completion.finish_reason = completion.finish_reason or str(FinishReason.ERROR)
         return output
 
-    def note(self, output: EngineCoreOutput, now: float) -> None:
+    def wake(self) -> None:
+        """Tell whoever takes the outputs that there is something to take."""
+        if self.listener is not None:
+            self.listener.hear(self)
+
+    def note(self, output: EngineCoreOutput) -> None:
         """Take in what concerns the request as a whole."""
-        if output.new_token_ids:
-            self._last_token_ts = now
-            if self._first_token_ts is None:
-                self._first_token_ts = now
         if output.prefill_stats is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
-        if self.params.prompt_logprobs is not None and output.new_prompt_logprobs_tensors is not None:
+        if self.wants_prompt_logprobs and output.new_prompt_logprobs_tensors is not None:
             self._raw_prompt_logprobs = output.new_prompt_logprobs_tensors
 
     def output_of(self, news: list[CompletionOutput]) -> RequestOutput:
@@ -273,8 +320,8 @@ class RequestState:
             RequestMetrics(
                 self._arrival_time,
                 self.arrival_ts,
-                self._first_token_ts,
-                self._last_token_ts,
+                min((each.first_token_ts for each in self.completions if each.first_token_ts), default=None),
+                max(each.last_token_ts for each in self.completions) or None,
                 sum([len(completion.token_ids) for completion in self.completions]),
             ),
             self._take_prompt_logprobs(),
@@ -292,10 +339,6 @@ class RequestState:
         return taken
 
 
-def _nobody_waits() -> None:
-    """Stand in for a waiter."""
-
-
 def _detokenizer(prepared: PreparedRequest) -> IncrementalDetokenizer | None:
     params = prepared.params
     if prepared.tokenizer is None or not params.detokenize:
@@ -308,4 +351,5 @@ def _detokenizer(prepared: PreparedRequest) -> IncrementalDetokenizer | None:
         stop=params.stop or (),
         include_stop_str_in_output=params.include_stop_str_in_output,
         min_tokens=params.min_tokens,
+        keeps_text=params.output_kind is not DELTA,
     )

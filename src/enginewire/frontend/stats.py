@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from enginewire.wire.messages import EngineCoreOutput, FinishReason
+from enginewire.wire.messages import EngineCoreEvent, FinishReason
 from enginewire.wire.stats import EngineCoreEventType, SchedulerStats
 
 
@@ -75,64 +76,21 @@ class IterationStats:
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
 
 
-class CompletionTimes:
-    """A completion's milestones so far. ``…_ts`` are seconds of our monotonic clock.
+def engine_times(events: Iterable[EngineCoreEvent], engine_ts: float) -> tuple[float | None, float | None]:
+    """Return how long a request was queued in the engine, and how long its prompt took, seconds; ``None``: unknown.
+
+    Measured by the engine's clock alone: on another machine it is not ours.
 
     Args:
-        arrival_ts: when its request came.
-        num_prompt_tokens: length of the prompt.
+        events: that came with the first token.
+        engine_ts: when the engine sent them.
     """
-
-    __slots__ = ("arrival_ts", "first_token_ts", "last_token_ts", "num_prompt_tokens", "prefill_time", "queued_time")
-
-    def __init__(self, arrival_ts: float, num_prompt_tokens: int) -> None:
-        self.arrival_ts = arrival_ts
-        self.num_prompt_tokens = num_prompt_tokens
-        self.first_token_ts = self.last_token_ts = 0.0
-        self.queued_time: float | None = None
-        self.prefill_time: float | None = None
-
-    def note(self, output: EngineCoreOutput, engine_ts: float, stats: IterationStats) -> None:
-        """Take an output in, and add what it tells to ``stats``.
-
-        Args:
-            engine_ts: when the engine sent it, by the engine's clock.
-        """
-        if not output.new_token_ids:
-            return
-        now = stats.timestamp
-        stats.num_generation_tokens += len(output.new_token_ids)
-        if self.last_token_ts:
-            stats.inter_token_latencies.append(now - self.last_token_ts)
-        else:
-            self.first_token_ts = now
-            stats.time_to_first_tokens.append(now - self.arrival_ts)
-            stats.num_prompt_tokens += self.num_prompt_tokens
-            self._note_events(output, engine_ts)
-        self.last_token_ts = now
-
-    def finished(self, reason: FinishReason, num_tokens: int, max_tokens: int, now: float) -> FinishedRequestStats:
-        """Sum the completion up."""
-        return FinishedRequestStats(
-            reason,
-            self.num_prompt_tokens,
-            num_tokens,
-            max_tokens,
-            now - self.arrival_ts,
-            self.queued_time,
-            self.prefill_time,
-            self.last_token_ts - self.first_token_ts,
-        )
-
-    def _note_events(self, output: EngineCoreOutput, engine_ts: float) -> None:
-        """Measure by the engine's clock alone: on another machine it is not ours."""
-        queued = scheduled = None
-        for event in output.events or ():
-            if event.type == EngineCoreEventType.QUEUED:
-                queued = event.timestamp
-            elif event.type == EngineCoreEventType.SCHEDULED and scheduled is None:  # a preempted one has more
-                scheduled = event.timestamp
-        if scheduled is not None:
-            self.prefill_time = max(0.0, engine_ts - scheduled)
-            if queued is not None:
-                self.queued_time = max(0.0, scheduled - queued)
+    queued = scheduled = None
+    for event in events:
+        if event.type == EngineCoreEventType.QUEUED:
+            queued = event.timestamp
+        elif event.type == EngineCoreEventType.SCHEDULED and scheduled is None:  # a preempted one has more
+            scheduled = event.timestamp
+    if scheduled is None:
+        return None, None
+    return None if queued is None else max(0.0, scheduled - queued), max(0.0, engine_ts - scheduled)

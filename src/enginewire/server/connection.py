@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,18 +18,24 @@ class HttpConnection(HttpToolsProtocol):
 
     Attributes:
         is_writable: whether the client is there and reads.
-        num_chunks: what :meth:`write_chunk` has written so far.
+        is_silent: whether :meth:`write_chunk` was not called since this was last set.
     """
+
+    __slots__ = ("_line", "is_silent", "is_writable")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # uvicorn's
         super().__init__(*args, **kwargs)
-        self.is_writable = True
-        self.num_chunks = 0
+        self.is_writable = self.is_silent = True
 
     def write_chunk(self, data: bytes) -> None:
         """Write part of a response that has begun and has no ``Content-Length``, while :attr:`is_writable`."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        self.num_chunks += 1
+        self._line.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.is_silent = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Begin with a client."""
+        super().connection_made(transport)
+        self._line = transport
 
     def on_message_begin(self) -> None:
         """Begin a request."""

@@ -70,11 +70,11 @@ class Connection(Protocol):
 
     Attributes:
         is_writable: whether the client is there and reads.
-        num_chunks: what ``write_chunk`` has written so far.
+        is_silent: whether ``write_chunk`` was not called since this was last set.
     """
 
     is_writable: bool
-    num_chunks: int
+    is_silent: bool
 
     def write_chunk(self, data: bytes) -> None:
         """Write part of a response that has begun and has no ``Content-Length``, while ``is_writable``."""
@@ -100,9 +100,8 @@ class ResponseSender:
         self.connection = connection
         self.status: int | None = None
         self.is_complete = False
-        self._num_written = 0
-        self._num_written_before = 0
-        self._is_waiting = False
+        self._is_silent = False
+        self._is_waiting = True
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers, with those that every response has."""
@@ -117,14 +116,14 @@ class ResponseSender:
         """Send part of the body. Waits while the client does not read, which is what bounds our memory."""
         self._is_waiting = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._is_waiting = False
-        self._num_written += 1
+        self._is_waiting = self._is_silent = False
 
     def was_silent(self) -> bool:
         """Whether nothing was written since the last call. What the client does not read, and holds up the rest, is."""
-        num_written = self._num_written + (0 if self.connection is None else self.connection.num_chunks)
-        num_before, self._num_written_before = self._num_written_before, num_written
-        return 0 < num_written == num_before and not self._is_waiting
+        was_silent, self._is_silent = self._is_silent, True
+        if self.connection is not None:
+            was_silent, self.connection.is_silent = was_silent and self.connection.is_silent, True
+        return was_silent and not self._is_waiting
 
     async def finish(self, data: bytes = b"") -> None:
         """Send the last part."""

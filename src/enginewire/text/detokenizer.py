@@ -16,6 +16,22 @@ class IncrementalDetokenizer:
     whose other bytes have not come yet, and as many characters as could be the beginning of a stop string.
     """
 
+    __slots__ = (
+        "_bytes_of",
+        "_exempt_tokens",
+        "_held_chars",
+        "_include_stop",
+        "_keeps_text",
+        "_open",
+        "_overlap",
+        "_recent",
+        "_stop",
+        "_stopped",
+        "_strips_space",
+        "_taken",
+        "_undecoded",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -26,6 +42,7 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        keeps_text: bool = True,
     ) -> None:
         """Start with no text.
 
@@ -38,7 +55,9 @@ class IncrementalDetokenizer:
             stop: non-empty texts that end the output.
             include_stop_str_in_output: whether the text ends behind the stop string or in front of it.
             min_tokens: a stop string that ends within that many first tokens does not count.
+            keeps_text: whether :attr:`taken_text` and :attr:`text` are wanted; a stream of deltas can do without.
         """
+        self._keeps_text = keeps_text
         self._bytes_of = tokenizer.bytes_table(skip_special_tokens).get
         self._strips_space = tokenizer.vocabulary.strips_leading_space and not prompt_token_ids
         self._stop = tuple(stop)
@@ -93,7 +112,7 @@ class IncrementalDetokenizer:
         if finished:
             self._open.append(delta)
             return self.take_delta(True)
-        if delta:
+        if delta and self._keeps_text:
             self._taken.append(delta)
         return delta
 
@@ -111,7 +130,7 @@ class IncrementalDetokenizer:
             kept = delta[-self._held_chars :]
             delta = delta[: -self._held_chars]
             self._open.append(kept)
-        if delta:
+        if delta and self._keeps_text:
             self._taken.append(delta)
         return delta
 

@@ -88,11 +88,11 @@ def test_the_shortcut_is_asked_while_somebody_waits_and_only_then() -> None:
         reader = Reader(bench.requests)
         taken: list[tuple[int, str]] = []
 
-        def take(position: int) -> bool:
-            completion = bench.requests[position].completions[0]
+        def take(request: RequestState) -> bool:
+            (completion,) = request.completions
             if not completion.has_text_alone:
                 return False
-            taken.append((position, completion.take_text()))
+            taken.append((request.position, completion.take_text()))
             return True
 
         reader.shortcut = take
@@ -120,7 +120,7 @@ def test_a_shortcut_that_fails_fails_its_reader_and_nobody_else() -> None:
         bench = Bench("a")
         reader = Reader(bench.requests)
 
-        def fail(position: int) -> bool:
+        def fail(request: RequestState) -> bool:
             raise ValueError("a bug")
 
         reader.shortcut = fail

@@ -64,7 +64,6 @@ class StreamEvents(Generic[Choice]):
         "_connection",
         "_events",
         "_n",
-        "_requests",
         "_shows_text_alone",
         "_tally",
         "_wants_continuous_usage",
@@ -79,14 +78,13 @@ class StreamEvents(Generic[Choice]):
         self._wants_usage = fields.wants_usage
         self._wants_continuous_usage = fields.wants_continuous_usage
         self._shows_text_alone = writer.shows_text_alone and job.wants_text and not fields.wants_continuous_usage
-        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+        self._around_text: list[tuple[bytes, bytes, int | None] | None] = [None] * (len(job.prompts) * self._n)
+        """By choice, with the engine whose text it is."""
         self._events: list[bytes] = []
-        self._requests: Sequence[RequestState] = ()
         self._connection: Connection | None = None
 
     def shorten(self, reader: Reader) -> None:
         """Take from a reader, before others do, what can be written at once."""
-        self._requests = reader.requests
         if self._shows_text_alone and self._n == 1:
             reader.shortcut = self._write_text
 
@@ -104,7 +102,7 @@ class StreamEvents(Generic[Choice]):
             if not self._shows_text_alone or completion.finish_reason is not None or completion.logprobs:
                 self._add(self._writer.news(prompt_index, completion))
             elif completion.text:
-                self._add_text(prompt_index * self._n + completion.index, completion.text)
+                self._add_text(prompt_index * self._n + completion.index, completion)
 
     def end(self) -> None:
         """Add what comes behind everything."""
@@ -119,31 +117,29 @@ class StreamEvents(Generic[Choice]):
         events.clear()
         return part
 
-    def _write_text(self, prompt_index: int) -> bool:
+    def _write_text(self, request: RequestState) -> bool:
         """Write a prompt's new text, unless there is more to it or the client has to be waited for."""
-        connection = self._connection
-        if connection is None or not connection.is_writable:
+        connection, around = self._connection, self._around_text[request.position]
+        if connection is None or not connection.is_writable or around is None or request.error is not None:
             return False
-        request = self._requests[prompt_index]
-        completion = request.completions[0]
-        around = self._around_text.get(prompt_index)  # of those that have begun
-        is_known = completion.engine_index in self._tally.engines
-        if around is None or not is_known or not completion.has_text_alone or request.error is not None:
+        (completion,) = request.completions
+        before, after, engine_index = around
+        if completion.engine_index != engine_index or not completion.has_text_alone:
             return False
         if text := completion.take_text():
-            connection.write_chunk(around[0] + encode(text) + around[1])
+            connection.write_chunk(b"%b%b%b" % (before, encode(text), after))
         return True
 
     def _add(self, choices: Sequence[Choice]) -> None:
         self._events += [event(self._writer.chunk([choice], self._usage())) for choice in choices]
 
-    def _add_text(self, index: int, text: str) -> None:
-        around = self._around_text.get(index)
-        if around is None:
+    def _add_text(self, index: int, completion: CompletionOutput) -> None:
+        around = self._around_text[index]
+        if around is None or around[2] != completion.engine_index:
             chunk = self._writer.chunk([self._writer.text(index, MARK)], self._usage())
             before, _, after = event(chunk).partition(encode(MARK))
-            around = self._around_text[index] = before, after
-        self._events.append(around[0] + encode(text) + around[1])
+            around = self._around_text[index] = before, after, completion.engine_index
+        self._events.append(around[0] + encode(completion.text) + around[1])
 
     def _usage(self) -> Usage | UnsetType | None:
         if self._wants_continuous_usage:
