@@ -2,14 +2,13 @@
 
 The receiver is a reader on an output socket's file descriptor, not zmq.asyncio: a future and a poll per message cost
 three quarters of a small message there. The descriptor is edge-triggered: it tells that something changed, once. So
-the reader drains until nothing is left, or comes back by itself.
+the reader drains until nothing is left, or comes back by itself. See decision 2.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import weakref
 from collections import deque
@@ -30,7 +29,10 @@ from enginewire.transport.sockets import has_message, receive_message
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
 MESSAGES_PER_WAKE_UP: Final = 64
-"""After so many messages the loop gets a turn: about 0.2 ms."""
+"""After so many messages the loop gets a turn: about 0.1 ms, if they are small."""
+
+WAKE_UP_S: Final = 0.0002
+"""After so long it gets one too: a message of 100 kB takes as long as ten small ones, a utility's answer longer."""
 
 YIELD_EVERY_S: Final = 0.0005
 """How long a consumer may find messages waiting without giving the loop a turn."""
@@ -53,7 +55,7 @@ class AsyncMPClient(MPClient):
     ) -> None:
         self._receiver: _Receiver | None = None
         self._arrived: deque[Arrival] = deque()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: list[asyncio.Future[None]] = []
         self._end: ErrorMaker | None = None
         self._last_turn = 0.0
         super().__init__(config, executor_class, log_stats, **kwargs)
@@ -99,32 +101,41 @@ class AsyncMPClient(MPClient):
 
     async def _answer(self, calls: Sequence[Call[asyncio.Future[Any]]]) -> Any:
         try:
+            if len(calls) == 1:  # as nearly always
+                return await calls[0].waiter
             return combined(calls, [await _outcome(call) for call in calls])
-        finally:
-            self._forget_calls(calls)
+        except BaseException:
+            self._forget_calls(calls)  # those that were answered have been forgotten already
+            raise
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        loop = self._ensure_receiver()
+        arrived = self._arrived
         while True:
-            if not self._arrived:
+            # Which loop this is was asked less than YIELD_EVERY_S ago, if it is not now: in Python 3.11 that is a
+            # system call, a fifteenth of what a small message costs.
+            if not arrived:
+                loop = self._ensure_receiver()
                 if self._end is not None:
                     raise self._end()
                 await self._next_arrival(loop)
             elif monotonic() - self._last_turn > YIELD_EVERY_S:  # uvloop's own clock ticks once a millisecond
+                self._ensure_receiver()
                 await asyncio.sleep(0)
                 self._last_turn = monotonic()
             else:
-                message = self.inbox.take(self._arrived.popleft())
+                message = self.inbox.take(arrived.popleft())
                 if message is not None:
                     return message
 
     async def _next_arrival(self, loop: asyncio.AbstractEventLoop) -> None:
         waiter = loop.create_future()
-        self._waiters.add(waiter)
+        self._waiters.append(waiter)
         try:
             await waiter
-        finally:
-            self._waiters.discard(waiter)
+        except BaseException:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
         self._last_turn = monotonic()
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -147,6 +158,7 @@ class AsyncMPClient(MPClient):
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        self._waiters.clear()
 
     # Moving between threads and loops.
 
@@ -205,6 +217,7 @@ class _Receiver:
         self._engines = client.engines
         self._lookout = client.lookout
         self._client = weakref.ref(client)
+        self._arrived = client._arrived
         self._stopped = False
         self._links: tuple[Link, ...] = ()
         self._descriptors: dict[Link, list[int]] = {}
@@ -226,47 +239,49 @@ class _Receiver:
         for link in self._links:
             if link not in self._descriptors:
                 self._descriptors[link] = [socket.fileno() for socket in (link.output_socket, *link.events)]
-                on_readable = functools.partial(self._on_readable, link)
-                for descriptor in self._descriptors[link]:
-                    is_output = descriptor == self._descriptors[link][0]
-                    self.loop.add_reader(descriptor, on_readable if is_output else self._look)
-                self.loop.call_soon(on_readable)  # the edge for what is there already may be past
+                output, *events = self._descriptors[link]
+                self.loop.add_reader(output, self._on_readable, link)
+                for descriptor in events:
+                    self.loop.add_reader(descriptor, self._look)
+                self.loop.call_soon(self._on_readable, link)  # the edge for what is there already may be past
 
     def _on_readable(self, link: Link) -> None:
-        if link not in self._unfinished:
-            self._read(link)
-
-    def _read(self, link: Link) -> None:
         """Take what is there, and come back for more after the loop's other work."""
-        self._unfinished.discard(link)
-        if not self._take(link):
+        if link not in self._unfinished and not self._take(link):
             self._unfinished.add(link)
-            self.loop.call_soon(self._read, link)
+            self.loop.call_soon(self._read_on, link)
         if self._inbox.marked:
             self.look_soon()
+
+    def _read_on(self, link: Link) -> None:
+        self._unfinished.discard(link)
+        self._on_readable(link)
 
     def _take(self, link: Link) -> bool:
         """Take what is there, up to a limit; whether that was all."""
         if link not in self._descriptors:
             return True
         is_all = False
-        messages: list[Arrival] = []
-        socket, sort = link.output_socket, self._inbox.sort
+        arrived, socket, sort = self._arrived, link.output_socket, self._inbox.sort
         try:
+            limit = monotonic() + WAKE_UP_S
             for count in range(MESSAGES_PER_WAKE_UP):
                 frames = receive_message(socket)
                 if sort(link, frames):
-                    messages.append((link, frames))
-                # Asking costs a quarter of an exception; and if one follows, more are likely to.
+                    arrived.append((link, frames))
+                # Asking costs less than half of an exception; and if one follows, more are likely to.
                 if count == 0 and not has_message(socket):
                     is_all = True
+                    break
+                if monotonic() > limit:
                     break
         except zmq.Again:
             is_all = True  # the descriptor tells of the next one
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             is_all = True
             self._fail(exc)
-        self._hand_over(messages)
+        if arrived and (client := self._client()) is not None:
+            client._wake_waiters()
         return is_all
 
     def _fail(self, exc: Exception) -> None:
@@ -293,14 +308,12 @@ class _Receiver:
             return
         self._timer = self.loop.call_later(self._lookout.interval_s, self._look)
         if self._engines.death is None:
-            self._hand_over(self._lookout.look(monotonic()))
+            news = self._lookout.look(monotonic())
+            if news and (client := self._client()) is not None:
+                client._deliver(news)
             self.read_links()
         if self._engines.death is not None and (client := self._client()) is not None:
             client._finish(self._engines.death.exception)
-
-    def _hand_over(self, messages: Sequence[Arrival]) -> None:
-        if messages and (client := self._client()) is not None:
-            client._deliver(messages)
 
     def run(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` on the loop: now if this is its thread, else soon. A closed loop has no callers left."""
