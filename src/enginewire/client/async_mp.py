@@ -247,7 +247,9 @@ class _Receiver:
 
     def _on_readable(self, link: Link) -> None:
         """Take what is there, and come back for more after the loop's other work."""
-        if link not in self._unfinished and not self._take(link):
+        if link in self._unfinished:
+            return
+        if not self._take(link):
             self._unfinished.add(link)
             self.loop.call_soon(self._read_on, link)
         if self._inbox.marked:
