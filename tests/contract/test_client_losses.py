@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 import pytest
@@ -54,6 +55,33 @@ def test_a_request_that_ended_well_meanwhile_is_not_failed(kind: str) -> None:
         # Either the answer's message, which holds nothing, or the next request's: never a failure of "quick".
         got = later.result(PATIENCE_S).outputs or face.get_output().outputs
         assert [each.request_id for each in got] == ["next"]
+
+
+@pytest.mark.parametrize("kind", MP_FACES)
+@pytest.mark.parametrize("is_last_word", [False, True], ids=["lost", "dead"])
+def test_what_comes_while_the_receiver_looks_comes_before_the_loss(
+    kind: str, is_last_word: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-27: an engine sends its last outputs and leaves between the last message taken in and the look at it."""
+    settings: dict[str, Any] = {"engine_return_timeout_s": 0} if is_last_word else {}
+    with mock_face(kind, settings=settings) as (face, engine):
+        face.add_request(request("a"))
+        engine.expect_add()
+        client = mp_client(face)
+        look_at_connections = client.lookout._look_at_connections
+
+        def look_late(now: float) -> None:
+            monkeypatch.undo()
+            engine.send_outputs([output("a", [1])])
+            engine.send_outputs([output("a", [2], finished=True)])
+            engine.leave()
+            wait_until(client.engines[0].link.has_ended, PATIENCE_S, "the loss")
+            look_at_connections(now)
+
+        monkeypatch.setattr(client.lookout, "_look_at_connections", look_late)
+        first, last = face.outputs(2)
+        assert (first.new_token_ids, last.new_token_ids) == ([1], [2])
+        assert last.finish_reason is FinishReason.LENGTH
 
 
 def test_a_stranger_on_a_real_engines_socket_harms_no_request() -> None:

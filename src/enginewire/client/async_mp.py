@@ -314,6 +314,9 @@ class _Receiver:
             if news and (client := self._client()) is not None:
                 client._deliver(news)
             self.read_links()
+            if self._lookout.has_found:
+                self.look_soon()
+                return
         if self._engines.death is not None and (client := self._client()) is not None:
             client._finish(self._engines.death.exception)
 

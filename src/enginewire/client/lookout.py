@@ -56,6 +56,8 @@ class Lookout:
     Attributes:
         interval_s: how often a receiver looks, if nothing else makes it.
         coordination: to the coordinator, if there is one; what it publishes is taken in along with the rest.
+        has_found: the last look found losses, which the next one tells of, at once: what those engines sent before is
+            there by now, and may not have been when the receiver took it in.
     """
 
     interval_s: float = 0.25
@@ -78,6 +80,7 @@ class Lookout:
         self.returns = returns
         self._balancer = balancer
         self.coordination: CoordinatorLink | None = None
+        self.has_found = False
         self._pings = returns.pings
         self._news = returns.news
         self._disconnected: set[int] = set()
@@ -92,8 +95,10 @@ class Lookout:
         Returns:
             messages for the consumer. When all engines are dead, ``engines.death`` is set.
         """
+        self.has_found = False
         if self._resources.closing:
             return []
+        num_untold = len(self._engines.untold)
         self._outbox.release_sent()
         if self.coordination is not None:
             self.coordination.take(now)
@@ -103,6 +108,9 @@ class Lookout:
         self._look_at_connections(now)
         for loss in self._pings.look(now):
             self._engines.lost(loss)
+        self.has_found = len(self._engines.untold) > num_untold
+        if self.has_found:
+            return []
         arrivals = self._tell_losses(now)
         if self._engines.death is None:
             for engine in self._engines:

@@ -332,7 +332,9 @@ class SyncReceiver:
         self.arrived.extend(news)
         if self._links is not self._inbox.links:
             self._use(self._inbox.links)  # before callers may read: some have been closed
-        if self._engines.death is not None:
+        if self._lookout.has_found:
+            self._next_look = now
+        elif self._engines.death is not None:
             self.finish(self._engines.death.exception)
 
     def _let_callers_read(self) -> bool:
