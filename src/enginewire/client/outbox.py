@@ -65,10 +65,11 @@ class Outbox:
         Arrays of at least ``zero_copy_threshold`` bytes are not copied: the message is kept until ZeroMQ is done with
         them (C-28).
         """
-        payload, *arrays = frames
-        self.release_sent()
-        for tracker in send_message(engine.link.input_socket, (engine.identity, request_type, payload), arrays):
-            self.pending.append((tracker, message))
+        if self.pending:
+            self.release_sent()
+        trackers = send_message(engine.link.input_socket, (engine.identity, request_type, frames[0]), frames[1:])
+        if trackers:
+            self.pending.extend((tracker, message) for tracker in trackers)
 
     def release_sent(self) -> None:
         """Let go of messages that ZeroMQ is done with."""

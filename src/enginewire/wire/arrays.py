@@ -5,7 +5,6 @@ numpy is imported when an array is made or read, not before. Source: protocol se
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import reprlib
@@ -143,25 +142,28 @@ def ndarray_from_wire(value: object) -> np.ndarray[Any, Any]:
     Raises:
         DecodeError: it is no such triple, or its parts do not fit together.
     """
-    # `_triple` without the call: hundreds of arrays come with a step that has logprobs.
-    parts: Any = value if type(value) is list and len(value) == 3 else _triple(value)
-    dtype_name, shape, data = parts
-    if (
-        type(data) is Ext
-        and data.code == RAW_VIEW
-        and type(dtype_name) is str
-        and type(shape) is list
-        and len(shape) <= MAX_DIMENSIONS
-    ):
-        content: Any = data.data
-    else:
-        dtype_name, shape, content = _triple(value)  # says what is wrong
+    parts: Any = value  # what it may not be is found out by trying: hundreds of arrays come with a step with logprobs
+    try:
+        dtype_name, shape, data = parts
+        content = data.data
+        ndarray, dtype = _NUMPY_DTYPES[dtype_name]
+        array = ndarray(shape, dtype, content)
+        if type(content) is bytes and array.nbytes == len(content) and data.code == RAW_VIEW and type(shape) is list:
+            return array
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
+        pass
+    return _ndarray_or_error(value)
+
+
+def _ndarray_or_error(value: object) -> np.ndarray[Any, Any]:
+    """Do the same for a value that is unusual, or say what is wrong with it."""
+    dtype_name, shape, content = _triple(value)
     ndarray, dtype = _numpy_dtype(dtype_name)
     try:
         array = ndarray(shape, dtype, content)
     except (TypeError, ValueError, OverflowError) as exc:
         raise DecodeError(_misfit(dtype_name, shape, content)) from exc
-    if array.nbytes != (len(content) if type(content) is bytes else nbytes(content)):
+    if array.nbytes != nbytes(content):
         raise DecodeError(_misfit(dtype_name, shape, content))
     return array
 
@@ -188,7 +190,10 @@ def logprobs_lists_from_wire(value: object) -> LogprobsLists:
         ids, logprobs, ranks, cumulative = value
     else:
         ids, logprobs, ranks, cumulative = _four(value, "LogprobsLists")
-    return LogprobsLists(ndarray_from_wire(ids), ndarray_from_wire(logprobs), ndarray_from_wire(ranks), cumulative)
+    # Without the named tuple's own constructor, a Python function that takes as long as making an array.
+    return tuple.__new__(
+        LogprobsLists, (ndarray_from_wire(ids), ndarray_from_wire(logprobs), ndarray_from_wire(ranks), cumulative)
+    )
 
 
 def logprobs_tensors_from_wire(value: object) -> LogprobsTensors:
@@ -236,14 +241,22 @@ _NUMPY_DTYPE: Final = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]
 """The dtype strings that are taken. Objects, structures and dates would need pickle; the reference refuses them too."""
 
 
-@functools.lru_cache(maxsize=64)
+_NUMPY_DTYPES: Final[dict[str, tuple[type[np.ndarray[Any, Any]], np.dtype[Any]]]] = {}
+"""The array type and a dtype, by the dtype's name: an import statement per array would cost as much as the array."""
+
+MOST_DTYPES: Final = 64
+"""So many are remembered: a peer chooses the names."""
+
+
 def _numpy_dtype(name: str) -> tuple[type[np.ndarray[Any, Any]], np.dtype[Any]]:
-    """Return the array type and a dtype; both, because an import statement per array costs as much as the array."""
     import numpy as np
 
     if not _NUMPY_DTYPE.fullmatch(name):
         raise DecodeError(f"arrays of dtype {reprlib.repr(name)} are not accepted")
-    return np.ndarray, np.dtype(name)
+    entry = np.ndarray, np.dtype(name)
+    if len(_NUMPY_DTYPES) < MOST_DTYPES:
+        _NUMPY_DTYPES[name] = entry
+    return entry
 
 
 def _four(value: object, what: str) -> tuple[Any, Any, Any, list[int] | None]:

@@ -240,7 +240,7 @@ class EngineCoreOutput(Struct, array_like=True, gc=False):
         return self.finish_reason is not None
 
 
-_WIRE_TYPES = (list, dict, int, float, str, bytes, Ext)
+_WIRE_TYPES = frozenset((list, dict, int, float, bool, str, bytes, Ext))
 """What a field decodes to before it is converted, sound (a list) or not. Nothing that is converted is one of them."""
 
 
@@ -250,7 +250,7 @@ def converted_on_read(struct: type[Struct], name: str, convert: Callable[[object
 
     def read(self: Struct) -> object:
         value = slot.__get__(self)
-        if isinstance(value, _WIRE_TYPES):  # still as it came
+        if type(value) in _WIRE_TYPES:  # still as it came
             value = convert(value)
             slot.__set__(self, value)
         return value
