@@ -196,6 +196,7 @@ class AsyncLLM:
             self._ensure_handler()
             yield request
         finally:
+            request.listener = None  # a circle, which would be left to the garbage collector
             # Also for requests whose ADD was on its way: the engine ignores ids that it does not know.
             await self._abort(self._outputs.discard(request))
 

@@ -119,14 +119,10 @@ class CompletionState:
             self.engine_index,
         )
 
-    @property
-    def has_text_alone(self) -> bool:
-        """Whether :meth:`take_text` takes all that there is to take."""
-        return self.finish_reason is None and not self.raw_logprobs and self.detokenizer is not None
-
-    def take_text(self) -> str:
-        """Take new tokens and return their text; of a completion that runs, as a delta, and without logprobs."""
-        assert self.detokenizer is not None
+    def take_text(self) -> str | None:
+        """Take what is new, as a delta, if that is text alone, and return it; ``None``: there is more to take."""
+        if self.finish_reason is not None or self.raw_logprobs or self.detokenizer is None:
+            return None
         start, self.num_taken = self.num_taken, len(self.token_ids)
         if self.has_stop_strings:
             return self.detokenizer.take_delta(False)

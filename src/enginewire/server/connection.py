@@ -55,4 +55,6 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Take note that it is gone."""
         self.is_writable = False
+        if self.scope is not None:  # a circle through here would be left to the garbage collector, with all around it
+            self.scope.pop("extensions", None)
         super().connection_lost(exc)

@@ -42,6 +42,9 @@ GC_THRESHOLD: Final = 20_000
 """Objects between two collections. With Python's 700 what waits for a token counts as old when there are hundreds
 of streams, and is walked again and again: at 4,096 a third to a half of all CPU time. See decision 25."""
 
+TICK_S: Final = 1.0
+"""How long a response's ``Date`` may lag behind."""
+
 SIGNALLED: Final = 128
 """Plus the signal's number is the exit status after a signal that did not wait, as shells report it."""
 
@@ -194,7 +197,7 @@ async def _answering(app: ASGIApp, listener: socket.socket) -> AsyncIterator[Non
     try:
         yield
     finally:
-        server.should_exit = True
+        server.stop()
         await serving
 
 
@@ -218,7 +221,24 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: what a signal means is decided here."""
+    """uvicorn without its signal handlers, as it is decided here what a signal means; and without looking ten times a
+    second whether it is to stop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """Have it close its connections and return from ``serve``."""
+        self.should_exit = True
+        self._stopped.set()
+
+    async def main_loop(self) -> None:
+        """Keep the date in headers up to date until told to stop."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._stopped.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -90,9 +90,9 @@ def test_the_shortcut_is_asked_while_somebody_waits_and_only_then() -> None:
 
         def take(request: RequestState) -> bool:
             (completion,) = request.completions
-            if not completion.has_text_alone:
+            if (text := completion.take_text()) is None:
                 return False
-            taken.append((request.position, completion.take_text()))
+            taken.append((request.position, text))
             return True
 
         reader.shortcut = take

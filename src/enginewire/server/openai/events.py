@@ -124,9 +124,9 @@ class StreamEvents(Generic[Choice]):
             return False
         (completion,) = request.completions
         before, after, engine_index = around
-        if completion.engine_index != engine_index or not completion.has_text_alone:
+        if completion.engine_index != engine_index or (text := completion.take_text()) is None:
             return False
-        if text := completion.take_text():
+        if text:  # a part of a character has none yet
             connection.write_chunk(b"%b%b%b" % (before, encode(text), after))
         return True
 
