@@ -57,7 +57,9 @@ class Contestant:
         command = [python, script, str(theirs.fileno()), column, *engine.addresses()]
         self.column = column
         began = time.monotonic()
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr)
+        # A package that was installed has its bytecode, and so does a source tree from the second start on.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr, env=environment)
         theirs.close()
         self._lines = ours.makefile("rw")
         ours.close()  # the file has its own hold of it

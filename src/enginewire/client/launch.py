@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
@@ -32,15 +32,15 @@ from enginewire.client.restarts import Restarts
 from enginewire.client.returns import Returns
 from enginewire.client.startup import EngineStartup, given_up, wait_for_engines
 from enginewire.config import EngineConfig
-from enginewire.coordinator import DPCoordinator
-from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineStartupError, EngineStartupTimeout
-from enginewire.host.executor_source import ExecutorSource, executor_source
-from enginewire.host.launch import make_launcher
-from enginewire.host.launcher import EngineLauncher, EngineManager
 from enginewire.transport.endpoints import Endpoints, choose_endpoints, tcp_host
 from enginewire.transport.sockets import bind_also, bind_router, receive_message
 from enginewire.wire.frames import engine_identity
+
+if TYPE_CHECKING:
+    from enginewire.engine.spec import EngineSpec
+    from enginewire.host.executor_source import ExecutorSource
+    from enginewire.host.launcher import EngineLauncher, EngineManager
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,11 @@ class Launch:
     # Where engines come to.
 
     def _receive_engines(self, executor_class: ExecutorChoice) -> None:
+        # Imported here: whoever is given its addresses starts nothing, and has connected before all that is loaded.
+        from enginewire.coordinator import DPCoordinator
+        from enginewire.host.executor_source import executor_source
+        from enginewire.host.launch import make_launcher
+
         config, resources = self._config, self._resources
         # Before a folder is made: this may import much, and who is killed meanwhile should leave nothing behind.
         source = executor_source(executor_class or config.executor) if config.starts_engines else None
@@ -146,6 +151,8 @@ class Launch:
         return [address, *(bind_also(socket, endpoint) for endpoint in others)]
 
     def _engine_spec(self, source: ExecutorSource, index: int, handshake: str, endpoints: Endpoints) -> EngineSpec:
+        from enginewire.engine.spec import EngineSpec
+
         config = self._config.copy()  # as it was asked for: what engines report is written into the client's
         addresses = {"handshake_address": handshake}
         if config.meets_at_rank_0:  # protocol B.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import zmq
@@ -13,9 +13,11 @@ import zmq
 from enginewire.client.link import Link
 from enginewire.client.startup import Expected
 from enginewire.config import EngineConfig
-from enginewire.coordinator import DPCoordinator
 from enginewire.transport.endpoints import Endpoints, free_ports
 from enginewire.wire.handshake import EngineZmqAddresses
+
+if TYPE_CHECKING:
+    from enginewire.coordinator import DPCoordinator
 
 logger = logging.getLogger(__name__)
 

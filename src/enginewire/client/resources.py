@@ -7,14 +7,17 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
 
-from enginewire.coordinator import DPCoordinator
 from enginewire.errors import ClientClosedError
-from enginewire.host.launcher import EngineManager
 from enginewire.transport.endpoints import Endpoints
 from enginewire.transport.sockets import make_context
+
+if TYPE_CHECKING:
+    from enginewire.coordinator import DPCoordinator
+    from enginewire.host.launcher import EngineManager
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
@@ -36,14 +36,16 @@ from enginewire.client.startup import (
     refusal,
 )
 from enginewire.config import EngineConfig
-from enginewire.engine.spec import EngineSpec
 from enginewire.errors import DecodeError, EngineDeath, EngineStartupError
-from enginewire.host.launcher import EngineLauncher
 from enginewire.transport.sockets import send_message
 from enginewire.wire.codec import MsgpackDecoder
 from enginewire.wire.frames import describe_identity, engine_index_of
 from enginewire.wire.handshake import HandshakeMessage
 from enginewire.wire.messages import EngineCoreOutputs, SchedulerStats
+
+if TYPE_CHECKING:
+    from enginewire.engine.spec import EngineSpec
+    from enginewire.host.launcher import EngineLauncher
 
 logger = logging.getLogger(__name__)
 

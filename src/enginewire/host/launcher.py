@@ -7,10 +7,12 @@ what was known of an earlier one is gone once the next is started.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from enginewire.engine.spec import EngineSpec
 from enginewire.errors import EngineDeath
+
+if TYPE_CHECKING:
+    from enginewire.engine.spec import EngineSpec
 
 LAST_WORDS_S: Final = 1.0
 """How long a death may wait for exit status and log before those who wait on the engine are told (C-27)."""

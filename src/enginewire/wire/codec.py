@@ -6,7 +6,6 @@ Source: protocol section E. An encoder or decoder belongs to one thread at a tim
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -94,6 +93,8 @@ class MsgpackEncoder:
             if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
                 return value.item()
         if self._allow_pickle:
+            import pickle
+
             return Ext(PICKLE, pickle.dumps(value))
         raise EncodeError(
             f"a value of type {type(value).__module__}.{type(value).__qualname__} has no form on the wire"

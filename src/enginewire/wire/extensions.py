@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, Final
 
 from enginewire.errors import DecodeError
@@ -28,6 +27,8 @@ def unpickled(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> An
     """
     if not allow_pickle:
         raise DecodeError(PICKLE_REFUSED)
+    import pickle  # as good as nobody's
+
     try:
         return pickle.loads(data)
     except Exception as exc:  # unpickling runs code and may raise anything
