@@ -148,7 +148,8 @@ def ndarray_from_wire(value: object) -> np.ndarray[Any, Any]:
         content = data.data
         ndarray, dtype = _NUMPY_DTYPES[dtype_name]
         array = ndarray(shape, dtype, content)
-        if type(content) is bytes and array.nbytes == len(content) and data.code == RAW_VIEW and type(shape) is list:
+        is_whole = type(content) is bytes and array.nbytes == len(content)
+        if is_whole and data.code == RAW_VIEW and type(shape) is list and len(shape) <= MAX_DIMENSIONS:
             return array
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
         pass

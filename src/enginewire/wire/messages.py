@@ -3,7 +3,7 @@
 This module is the layout table of vLLM 0.25: for array structs, field order is the wire (protocol section D).
 :mod:`enginewire.wire.v0_32` is a second such table; :mod:`enginewire.wire.profile` says which one a peer speaks.
 
-Decoding leaves a step's arrays (logprobs, pooling results) as they came: turning them into numpy costs fifteen times
+Decoding leaves a step's arrays (logprobs, pooling results) as they came: turning them into numpy costs twelve times
 what the rest of a message costs, and most consumers never look. ``ReceivedOutput`` converts on first read.
 """
 

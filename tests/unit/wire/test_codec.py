@@ -184,6 +184,7 @@ def test_short_outputs_take_defaults_and_long_ones_are_accepted() -> None:
 def test_a_time_stamp_of_zero_means_now() -> None:
     """Protocol D.5."""
     assert OutputsDecoder().decode([pack([0, []])]).timestamp > 0
+    assert OutputsDecoder().decode([pack([0, [], None, 0.0])]).timestamp > 0
     assert OutputsDecoder().decode([pack([0, [], None, 5.0])]).timestamp == 5.0
 
 

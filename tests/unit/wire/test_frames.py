@@ -10,6 +10,7 @@ from enginewire.wire.frames import (
     describe_identity,
     engine_identity,
     engine_index_of,
+    heads_of_outputs,
     is_death_marker,
     may_hold_utility_output,
 )
@@ -73,6 +74,19 @@ def test_a_glance_agrees_with_what_is_encoded(index: int) -> None:
     tokens = EngineCoreOutputs(engine_index=index, outputs=[EngineCoreOutput("a", [1])])
     assert may_hold_utility_output(msgspec.msgpack.encode(answer))
     assert not may_hold_utility_output(msgspec.msgpack.encode(tokens))
+
+
+@pytest.mark.parametrize("index", [0, 1, 127, 128, 70_000])
+def test_what_begins_like_outputs_has_some(index: int) -> None:
+    """A receiver looks no further into such a message."""
+    heads = heads_of_outputs(index)
+    for count in (0, 1, 15, 16, 70_000):
+        message = EngineCoreOutputs(index, [EngineCoreOutput("r", [1])] * count)
+        head = msgspec.msgpack.encode(message)[:3]
+        assert (head in heads) is (count > 0 and index < 128)
+    answer = EngineCoreOutputs(index, utility_output=utility_output(1, None))
+    assert msgspec.msgpack.encode(answer)[:3] not in heads
+    assert ENGINE_CORE_DEAD[:3] not in heads
 
 
 @pytest.mark.parametrize(
