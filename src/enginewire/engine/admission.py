@@ -10,12 +10,23 @@ from collections.abc import Iterator
 from enginewire.config import SchedulingPolicy
 from enginewire.engine.stop import StopRules
 from enginewire.wire.messages import EngineCoreRequest
+from enginewire.wire.sampling import RequestOutputKind
 
 
 class Request:
     """A live request: what was asked for and how far it is."""
 
-    __slots__ = ("client_index", "core_request", "is_new", "queued_at", "request_id", "scheduled_at", "stop_rules")
+    __slots__ = (
+        "can_wait",
+        "client_index",
+        "core_request",
+        "held_token_ids",
+        "is_new",
+        "queued_at",
+        "request_id",
+        "scheduled_at",
+        "stop_rules",
+    )
 
     def __init__(self, core_request: EngineCoreRequest, max_model_len: int) -> None:
         self.core_request = core_request
@@ -28,6 +39,14 @@ class Request:
         self.scheduled_at = 0.0
         self.is_new = True
         """No output yet."""
+        self.can_wait = (
+            params is not None
+            and params.output_kind == RequestOutputKind.FINAL_ONLY
+            and not params.stop  # strings that the frontend looks for
+            and params.logprobs is None
+        )
+        """Nobody looks at its tokens before the last: they may come together."""
+        self.held_token_ids: list[int] = []
 
 
 class AdmissionQueue:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DELIVERY_INTERVAL_S: Final = 0.05
+"""How often tokens are sent whose readers wait for the last one."""
+
 
 class Phase(Enum):
     """Where an engine is in its life, as far as its loop knows."""
@@ -74,6 +77,7 @@ class BusyLoop:
         self._backlog: deque[Event] = deque()
         """Events that wait for the end of the step during which they came, in order."""
         self._drain_deadline: float | None = None
+        core.scheduler.delivery_interval_s = DELIVERY_INTERVAL_S
         self._handlers: Final[dict[EventKind, Callable[[Any], None]]] = {
             EventKind.ADD: self._on_add,
             EventKind.ABORT: self._on_abort,

@@ -82,8 +82,11 @@ class Scheduler:
         """The last ones."""
         self._load: tuple[int, int, float] = (0, 0, 0.0)
         """As the coordinator knows it."""
+        self._next_delivery = 0.0
         self.pause_state = PauseState.UNPAUSED
         self.step_counter = 0
+        self.delivery_interval_s = 0.0
+        """How long tokens may be held whose readers wait for the last one anyway (decision 4)."""
 
     @property
     def num_running(self) -> int:
@@ -140,7 +143,7 @@ class Scheduler:
             if self._reports_load and not tell_clients:  # what synthetic outputs end, they list themselves
                 self._finished.setdefault(request.client_index, []).append(request_id)
             if tell_clients:
-                output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
+                output = EngineCoreOutput(request_id, request.held_token_ids, finish_reason=FinishReason.ABORT)
                 self._synthetic.setdefault(request.client_index, []).append(output)
 
     def abort_all(self) -> None:
@@ -206,6 +209,7 @@ class Scheduler:
         self.step_counter += 1
         by_client: dict[int, list[EngineCoreOutput]] = {}
         running = self._running
+        holds = self._holds_outputs(result)
         for output in result.outputs:
             request = running.get(output.request_id)
             if request is None:
@@ -223,6 +227,13 @@ class Scheduler:
                 continue
             if request.is_new:
                 self._complete_first(request, output)
+            elif request.can_wait:
+                if holds and output.finish_reason is None:
+                    request.held_token_ids += output.new_token_ids
+                    continue
+                if request.held_token_ids:
+                    output.new_token_ids = request.held_token_ids + output.new_token_ids
+                    request.held_token_ids = []
             outputs = by_client.get(request.client_index)
             if outputs is None:
                 by_client[request.client_index] = [output]
@@ -241,6 +252,14 @@ class Scheduler:
                 receiver = next(iter(messages), 0)
                 messages.setdefault(receiver, EngineCoreOutputs()).scheduler_stats = self._stats(result.stats)
         return messages
+
+    def _holds_outputs(self, result: StepOutput) -> bool:
+        """Whether a step's tokens may wait. They go with what makes a message anyway."""
+        now = time.monotonic()
+        if result.stats is None and now < self._next_delivery:
+            return True
+        self._next_delivery = now + self.delivery_interval_s
+        return False
 
     def load_change(self) -> SchedulerStats | None:
         """Return what there is to do if that has changed since the last call; the cache's use comes along."""
@@ -284,7 +303,9 @@ class Scheduler:
         reason = f"{INTERNAL_PREFIX}the executor says that it has no requests left, but never finished this one"
         for request_id, request in self._running.items():
             logger.error("request_id=%s was lost by the executor", request_id)
-            output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+            output = EngineCoreOutput(
+                request_id, request.held_token_ids, finish_reason=FinishReason.ERROR, stop_reason=reason
+            )
             by_client.setdefault(request.client_index, []).append(output)
             if self._reports_load:
                 self._finished.setdefault(request.client_index, []).append(request_id)
