@@ -21,6 +21,7 @@ class Request:
         "client_index",
         "core_request",
         "held_token_ids",
+        "input_number",
         "is_new",
         "queued_at",
         "request_id",
@@ -37,6 +38,8 @@ class Request:
         self.stop_rules = None if params is None else StopRules(params, prompt_len, max_model_len)
         self.queued_at = time.monotonic()
         self.scheduled_at = 0.0
+        self.input_number = 0
+        """Of the step input with which the executor gets it."""
         self.is_new = True
         """No output yet."""
         self.can_wait = (

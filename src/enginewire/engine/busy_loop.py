@@ -1,7 +1,7 @@
 """``BusyLoop``: what an engine process does in its main thread: handle events, do or start a step, and again.
 
 A step runs in this thread, or, for an executor that holds the interpreter lock, in a child process, and then its result
-is an event like any other: the loop never waits for it.
+is an event like any other: the loop never waits for it, and the child does not wait for the loop (decision 4).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DELIVERY_INTERVAL_S: Final = 0.05
-"""How often tokens are sent whose readers wait for the last one."""
+"""How often tokens are sent whose readers wait for the last one (decision 30)."""
+
+STEPS_PER_INPUT: Final = 2
+"""Steps that a child is told to make at once. While it makes the second it is told of the next two, and never waits."""
 
 
 class Phase(Enum):
@@ -78,6 +81,8 @@ class BusyLoop:
         """Events that wait for the end of the step during which they came, in order."""
         self._drain_deadline: float | None = None
         core.scheduler.delivery_interval_s = DELIVERY_INTERVAL_S
+        if child is not None:
+            core.scheduler.num_steps = STEPS_PER_INPUT
         self._handlers: Final[dict[EventKind, Callable[[Any], None]]] = {
             EventKind.ADD: self._on_add,
             EventKind.ABORT: self._on_abort,
@@ -145,14 +150,23 @@ class BusyLoop:
         self._flush_synthetic()
         if self._reports_load:
             self._report_load()
-        if self.is_step_in_flight:
-            return
         self._output.catch_up()
+        if self.is_step_in_flight:
+            self._tell_more()
+            return
         step_input = self._core.schedule()
         if step_input is None:
             self._have_no_step()
         else:
             self._carry_out(step_input)
+
+    def _tell_more(self) -> None:
+        """Tell the child while it steps what is to follow, or that something waits for the end of this step."""
+        scheduler = self._core.scheduler
+        if self._child is not None and scheduler.num_steps > 1:
+            step_input = scheduler.halt() if self._backlog else scheduler.schedule()
+            if step_input is not None:
+                self._child.start_step(step_input)
 
     def _have_no_step(self) -> None:
         """Do nothing: there is nothing to do until something arrives."""
@@ -182,9 +196,11 @@ class BusyLoop:
     def _finish_step(self, result: StepOutput) -> None:
         for client_index, message in self._core.update(result).items():
             self._send(client_index, message)
+        self.is_step_in_flight = self._core.scheduler.is_stepping
         if self._reports_load:
             self._report_load()
-        self._core.post_step()
+        if not self.is_step_in_flight:
+            self._core.post_step()
 
     def _report_load(self) -> None:
         """Tell the coordinator what there is to do if that has changed (defect 15)."""
@@ -202,9 +218,9 @@ class BusyLoop:
     # Events, one by one.
 
     def _on_step_done(self, result: StepOutput) -> None:
-        self.is_step_in_flight = False
         self._finish_step(result)
-        self._handle_backlog()  # before the events that came after those in it
+        if not self.is_step_in_flight:
+            self._handle_backlog()  # before the events that came after those in it
 
     def _on_add(self, request: Request) -> None:
         if self.is_step_in_flight and self._backlog:  # must not overtake a utility call that waits for the step
@@ -281,7 +297,7 @@ class BusyLoop:
 
     def _look_whether_drained(self) -> None:
         scheduler = self._core.scheduler
-        if not scheduler.has_requests():
+        if not scheduler.has_requests() and not self.is_step_in_flight:
             self.phase = Phase.STOPPING
         elif self._seconds_to_drain() == 0:
             self._abort_all("the time for running requests to finish is over")

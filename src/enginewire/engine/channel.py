@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 from typing import Final
 
@@ -20,6 +21,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._reader = sock.makefile("rb")
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
@@ -54,6 +57,10 @@ class Channel:
         except ConnectionError:
             return None
         return message if len(message) == length else None
+
+    def is_readable(self) -> bool:
+        """Whether :meth:`receive` would not wait: something has come, or the peer is gone."""
+        return bool(self._poll.poll(0))
 
     def hang_up(self) -> None:
         """Expect nothing more: a receiver, in another thread too, gets what has arrived and then ``None``."""

@@ -57,6 +57,7 @@ class LockStepLoop(BusyLoop):
         self._is_stepping = False
         """Whether what the executor was told last is a step, and not only to forget requests."""
         core.pauses.need_agreement = True
+        core.scheduler.num_steps = 1  # after each, the ranks may have to agree on whether there is another
 
     # Steps.
 
@@ -75,7 +76,7 @@ class LockStepLoop(BusyLoop):
             self._count_step()
 
     def _carry_out(self, step_input: StepInput) -> None:
-        self._is_stepping = step_input.step
+        self._is_stepping = step_input.num_steps > 0
         super()._carry_out(step_input)
 
     def _finish_step(self, result: StepOutput) -> None:

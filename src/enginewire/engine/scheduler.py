@@ -2,7 +2,8 @@
 
 It never touches the executor: :meth:`Scheduler.schedule` says what the next step is to be, somebody runs it
 (:func:`~enginewire.engine.step.run_step`, here or in another process), and :meth:`Scheduler.update` turns its result
-into messages, one per client. In between, requests may be added and aborted.
+into messages, one per client. In between, requests may be added and aborted, and an executor that takes inputs while it
+steps may be told of them (``num_steps`` above 1).
 """
 
 from __future__ import annotations
@@ -83,10 +84,20 @@ class Scheduler:
         self._load: tuple[int, int, float] = (0, 0, 0.0)
         """As the coordinator knows it."""
         self._next_delivery = 0.0
+        self._last_input = 0
+        """Its number."""
+        self._seen_input = 0
+        """Number of the last input that a result has taken in."""
+        self._num_told = 0
+        """Steps that the last input was for."""
+        self._goes_on = False
+        """The executor makes another of these, as its last result says."""
         self.pause_state = PauseState.UNPAUSED
         self.step_counter = 0
+        self.num_steps = 1
+        """How many steps an input is for. With more than one, the next input is made before the last of them ends."""
         self.delivery_interval_s = 0.0
-        """How long tokens may be held whose readers wait for the last one anyway (decision 4)."""
+        """How long tokens may be held whose readers wait for the last one anyway (decision 30)."""
 
     @property
     def num_running(self) -> int:
@@ -179,19 +190,37 @@ class Scheduler:
         return self.pause_state is PauseState.PAUSED_NEW and bool(self._running)
 
     def schedule(self) -> StepInput | None:
-        """Decide the next step; ``None``: there is nothing to do until something arrives."""
+        """Decide the next step; ``None``: there is nothing to do, or to add to what was said, until something arrives."""
         adds: list[EngineCoreRequest] = []
         if self._waiting and self.pause_state is PauseState.UNPAUSED:
             now = time.monotonic()
             while self._waiting and len(self._running) < self._max_num_seqs:
                 request = self._waiting.pop()
                 request.scheduled_at = now
+                request.input_number = self._last_input + 1
                 self._running[request.request_id] = request
                 adds.append(request.core_request)
-        step = bool(self._running) and self.pause_state is not PauseState.PAUSED_ALL
-        if not (step or self._aborts or self._report_due):
+        num_steps = self.num_steps if self._running and self.pause_state is not PauseState.PAUSED_ALL else 0
+        if self.is_stepping and self.num_steps > 1:
+            if not (adds or self._aborts or (num_steps and self._seen_input == self._last_input)):
+                return None
+        elif not (num_steps or self._aborts or self._report_due):
             return None
-        return StepInput(self.take_aborts(), adds, step, self._needs_stats and self._is_report_due())
+        return self._input(adds, num_steps, with_stats=self._needs_stats and self._is_report_due())
+
+    def halt(self) -> StepInput | None:
+        """Decide that the step in progress is the last one for now; ``None``: it will be."""
+        return self._input([], 0) if self.is_stepping and self._num_told > 1 else None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the executor has been told something that it has not finished, as far as its results say."""
+        return self._seen_input < self._last_input or self._goes_on
+
+    def _input(self, adds: list[EngineCoreRequest], num_steps: int, *, with_stats: bool = False) -> StepInput:
+        self._last_input += 1
+        self._num_told = num_steps
+        return StepInput(self.take_aborts(), adds, num_steps, with_stats, self._last_input)
 
     def _is_report_due(self) -> bool:
         counts, now = (len(self._running), len(self._waiting)), time.monotonic()
@@ -207,12 +236,13 @@ class Scheduler:
         are: completed, cut where a stop rule says so, and passed on.
         """
         self.step_counter += 1
+        self._seen_input, self._goes_on = min(result.number, self._last_input), result.goes_on
         by_client: dict[int, list[EngineCoreOutput]] = {}
         running = self._running
         holds = self._holds_outputs(result)
         for output in result.outputs:
             request = running.get(output.request_id)
-            if request is None:
+            if request is None or request.input_number > result.number:  # aborted, and its id is used again
                 continue
             if request.stop_rules is not None:
                 stop = request.stop_rules.advance(output.new_token_ids)
@@ -239,7 +269,8 @@ class Scheduler:
                 by_client[request.client_index] = [output]
             else:
                 outputs.append(output)
-        if running and not result.has_unfinished and self.pause_state is not PauseState.PAUSED_ALL:
+        is_lost = running and not result.has_unfinished and self._seen_input == self._last_input
+        if is_lost and self.pause_state is not PauseState.PAUSED_ALL:
             self._fail_lost(by_client)
         messages = {client_index: EngineCoreOutputs(outputs=outputs) for client_index, outputs in by_client.items()}
         if self._finished:

@@ -1,12 +1,12 @@
 """The process of an executor that holds the interpreter lock: ``python -m enginewire.engine.worker``.
 
 Started by :class:`~enginewire.engine.worker_process.ExecutorProcess`, with the descriptor of a socket pair as its only
-argument. It carries out one command after another and answers each; it ends when told to, or with its parent, in
-whatever it is doing then.
+argument. It carries out one command after another and answers each; when there is none it makes further steps, if it
+was told to. It ends when told to, or with its parent, in whatever it is doing then.
 
 A message is one byte that says what it is, then msgpack. Commands: ``L`` load (an EngineSpec), ``S`` step (a
-StepInput), ``C`` call (``[method, args, kwargs]``), ``Q`` quit. Answers: ``l`` loaded, ``s`` stepped, ``c`` returned,
-``x`` the call raised, ``d`` died: a DeathNote, and nothing follows.
+StepInput), ``C`` call (``[method, args, kwargs]``), ``Q`` quit. Answers: ``l`` loaded, ``s`` stepped (a StepOutput, for
+one ``S``, several, or none), ``c`` returned, ``x`` the call raised, ``d`` died: a DeathNote, and nothing follows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from enginewire.engine.executor import Executor, ExecutorCapacity
 from enginewire.engine.process_setup import configure_logging, send_stdout_to_stderr
 from enginewire.engine.registry import load_executor_class
 from enginewire.engine.spec import DeathNote, EngineSpec, describe, describe_failure, explains_itself
-from enginewire.engine.step import StepInput, run_step
+from enginewire.engine.step import StepInput, Steps
 from enginewire.engine.utilities import fit_arguments
 from enginewire.errors import EncodeError
 from enginewire.wire.capabilities import Capabilities
@@ -110,17 +110,23 @@ class Worker:
         """Serve until told to quit; return the exit status."""
         stage: Any = "startup"
         executor: Executor | None = None
+        steps: Steps | None = None
         try:
-            while (message := self._channel.receive()) is not None:
+            while True:
+                if steps is not None and steps.is_due and not self._channel.is_readable():
+                    self._answer(STEPPED, steps.make())
+                    continue
+                if (message := self._channel.receive()) is None:
+                    break
                 command, payload = message[:1], memoryview(message)[1:]
                 if command == LOAD:
                     executor = self._load(EngineSpec.decode(bytes(payload)))
+                    steps = Steps(executor)
                     stage = "running"
-                elif command == QUIT or executor is None:
+                elif command == QUIT or executor is None or steps is None:
                     break
                 elif command == STEP:
-                    output = run_step(executor, self._step_decoder.decode([payload]))
-                    self._answer(STEPPED, output)
+                    steps.take(self._step_decoder.decode([payload]))
                 else:
                     self._call(executor, msgspec.msgpack.decode(payload, type=Call))
         except BaseException as exc:

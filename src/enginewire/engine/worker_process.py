@@ -1,7 +1,7 @@
 """``ExecutorProcess``: an executor that runs in a child process, as its engine sees it.
 
-The engine starts a step and gets the result through a callback, so it never waits for one. Everything else is a plain
-call, made between steps.
+The engine sends inputs and gets each step's result through a callback, so it never waits for one. Everything else is a
+plain call, made between steps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ExecutorProcess(Executor):
         self._is_sleeping = loaded.is_sleeping
 
     def start_step(self, step_input: StepInput) -> None:
-        """Start a step; one at a time, and no other call before its result."""
+        """Send an input: for the next step, if one is being made. No other call before the last result."""
         self._send(STEP + bytes(self._encoder.encode(step_input)[0]))
 
     def shutdown(self, *, wait: bool = True) -> None:

@@ -14,7 +14,7 @@ from enginewire.engine.core import EngineCore
 from enginewire.engine.events import EventKind, Events
 from enginewire.engine.executor import Executor
 from enginewire.engine.receiver import EventReceiver
-from enginewire.engine.step import StepInput, StepOutput, run_step
+from enginewire.engine.step import StepInput, StepOutput, Steps
 from enginewire.executors import EchoExecutor
 from enginewire.wire.messages import (
     EngineCoreOutput,
@@ -42,14 +42,23 @@ class FakeChild:
     """Stands for an executor in another process: its steps end when the test says so."""
 
     def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.started: list[StepInput] = []
+        self.waiting: list[StepInput] = []
+        """What it was told during a step."""
+        self.steps = Steps(executor)
 
     def start_step(self, step_input: StepInput) -> None:
-        self.started.append(step_input)
+        if self.steps.is_due:
+            self.waiting.append(step_input)
+        else:
+            self.steps.take(step_input)
 
     def result(self) -> StepOutput:
-        return run_step(self.executor, self.started.pop())
+        """End the step, and begin the next one if there is one."""
+        assert self.steps.is_due
+        result = self.steps.make()
+        while self.waiting:
+            self.steps.take(self.waiting.pop(0))
+        return result
 
 
 class Harness:
@@ -103,6 +112,11 @@ class Harness:
     def call(self, call_id: int, method: str, *args: Any) -> None:
         self.receiver.receive_utility(UtilityCall(0, call_id, method, list(args)))
 
+    def finish_step(self) -> None:
+        """End a step of the child."""
+        assert self.child is not None
+        self.events.put((EventKind.STEP_DONE, self.child.result()))
+
     def stop(self) -> None:
         self.events.put((EventKind.STOP, None))
 
@@ -135,11 +149,7 @@ def test_no_step_begins_before_the_output_thread_has_caught_up(with_child: bool)
         h.turn()
         assert h.num_catch_ups == number
         if h.child is not None:
-            assert len(h.child.started) == 1
-            h.events.put((EventKind.ABORT, []))
-            h.turn()  # in mid-step there is nothing to wait for
-            assert h.num_catch_ups == number
-            h.events.put((EventKind.STEP_DONE, h.child.result()))
+            h.finish_step()
     assert len(h.log) == (1 if with_child else 2)
 
 
@@ -204,8 +214,8 @@ def test_a_frontend_that_vanishes_while_its_requests_wait_for_a_step_elsewhere_t
     h.add("c", client_index=1)
     h.receiver.frontend_lost(1)
     h.turn()
-    assert h.child is not None
-    h.events.put((EventKind.STEP_DONE, h.child.result()))
+    h.finish_step()
+    h.finish_step()  # says that no other follows
     h.turn()
     assert h.core.scheduler.request_ids == ["b"]
     assert h.log == [(0, "b", [1]), (0, 1, set()), (1, "c", FinishReason.ABORT)]
@@ -378,27 +388,57 @@ def test_during_a_step_elsewhere_requests_are_taken_and_aborted() -> None:
     h = Harness(with_child=True)
     h.add("a")
     h.turn()
-    result = child_of(h).result()
     h.add("b")
     h.abort("a")
     h.turn()
-    assert h.core.scheduler.num_waiting == 1
-    assert h.core.scheduler.num_running == 0
-    h.events.put((EventKind.STEP_DONE, result))
-    h.turn()
-    assert h.log == []
-    (step_input,) = child_of(h).started
+    (step_input,) = child_of(h).waiting  # told at once, and not only after the result
     assert step_input.aborts == ["a"]
     assert [each.request_id for each in step_input.adds] == ["b"]
+    h.finish_step()
+    h.turn()
+    assert h.log == []
+    h.finish_step()
+    h.turn()
+    assert h.log == [(0, "b", [1])]
 
 
-def test_one_step_is_in_flight_at_most() -> None:
+def test_a_step_elsewhere_is_followed_by_the_next_without_waiting_for_an_answer() -> None:
+    """Decision 4."""
     h = Harness(with_child=True)
-    h.add("a")
+    h.add("a", max_tokens=9)
     h.turn()
-    h.add("b")
+    for number in range(1, 9):
+        h.finish_step()
+        assert child_of(h).steps.is_due
+        h.turn()
+        assert len(h.log) == number
+
+
+def test_an_executor_elsewhere_that_hears_nothing_makes_one_step_more() -> None:
+    """It cannot run away from an engine that is slower than its steps."""
+    h = Harness(with_child=True)
+    h.add("a", max_tokens=9)
     h.turn()
-    assert len(child_of(h).started) == 1
+    assert child_of(h).result().goes_on
+    assert not child_of(h).result().goes_on
+    assert not child_of(h).steps.is_due
+
+
+def test_a_step_that_began_before_a_request_ended_brings_nothing_for_it_or_for_the_next_of_its_name() -> None:
+    """Decision 4."""
+    h = Harness(with_child=True)
+    h.add("a", max_tokens=1)
+    h.turn()
+    h.finish_step()
+    h.turn()
+    h.add("a", max_tokens=9)  # another one, while a step is made for the first
+    h.turn()
+    h.finish_step()
+    h.turn()
+    assert h.log == [(0, "a", FinishReason.LENGTH)]
+    h.finish_step()
+    h.turn()
+    assert h.log[1:] == [(0, "a", [1])]
 
 
 def test_calls_that_need_the_executor_wait_for_the_step_and_nothing_overtakes_them() -> None:
@@ -412,7 +452,8 @@ def test_calls_that_need_the_executor_wait_for_the_step_and_nothing_overtakes_th
     h.call(2, "is_scheduler_paused")
     h.turn()
     assert h.log == [(0, 2, False)]
-    h.events.put((EventKind.STEP_DONE, child_of(h).result()))
+    h.finish_step()
+    h.finish_step()  # says that no other follows
     h.turn()
     assert h.log[1:] == [(0, "a", [1]), (0, "a", FinishReason.ABORT), (0, 1, None)]
     assert h.core.scheduler.find("after") is not None
@@ -437,7 +478,11 @@ def test_draining_waits_for_a_step_elsewhere() -> None:
     h.stop()
     h.turn()
     assert h.loop.phase is Phase.DRAINING
-    h.events.put((EventKind.STEP_DONE, child_of(h).result()))
+    h.finish_step()
+    h.turn()
+    assert h.log == [(0, "a", FinishReason.LENGTH)]
+    h.finish_step()  # begun before it was told of that end
+    h.finish_step()  # says that no other follows
     h.run()
     assert h.log == [(0, "a", FinishReason.LENGTH)]
     assert not h.loop.is_step_in_flight

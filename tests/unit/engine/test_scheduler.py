@@ -123,7 +123,7 @@ def test_a_stop_rule_ends_a_request_and_the_executor_forgets_it_before_its_next_
     assert [o.finish_reason for o in messages[0].outputs] == [FinishReason.LENGTH, None]
     step_input = s.schedule()
     assert step_input is not None
-    assert (step_input.aborts, step_input.step) == (["a"], True)
+    assert (step_input.aborts, step_input.num_steps) == (["a"], 1)
 
 
 def test_tokens_and_logprobs_beyond_the_stop_are_cut() -> None:
@@ -236,7 +236,7 @@ def test_pause_states(state: PauseState, adds: list[str], steps: bool | None) ->
     else:
         assert step_input is not None
         assert [each.request_id for each in step_input.adds] == adds
-        assert step_input.step
+        assert step_input.num_steps
 
 
 def test_a_pause_still_lets_the_executor_forget() -> None:
@@ -246,7 +246,7 @@ def test_a_pause_still_lets_the_executor_forget() -> None:
     s.abort(["a"])
     step_input = s.schedule()
     assert step_input is not None
-    assert (step_input.aborts, step_input.step) == (["a"], False)
+    assert (step_input.aborts, step_input.num_steps) == (["a"], 0)
 
 
 def test_an_output_that_says_nothing_is_not_sent() -> None:
@@ -313,7 +313,7 @@ def test_after_the_last_request_statistics_are_sent_once_more(how: str) -> None:
         s.update(result(output, stats=ExecutorStats()))
     step_input = s.schedule()
     assert step_input is not None
-    assert (step_input.step, step_input.with_stats) == (False, True)
+    assert (step_input.num_steps, step_input.with_stats) == (0, True)
     messages = s.update(result(has_unfinished=False, stats=ExecutorStats()))
     assert messages[0].outputs == []
     assert messages[0].scheduler_stats is not None
