@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DELIVERY_INTERVAL_S: Final = 0.05
-"""How often tokens are sent whose readers wait for the last one (decision 30)."""
+"""How often tokens are sent whose readers wait for the last one (decision 4)."""
 
 STEPS_PER_INPUT: Final = 2
 """Steps that a child is told to make at once. While it makes the second it is told of the next two, and never waits."""

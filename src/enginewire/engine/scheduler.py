@@ -97,7 +97,7 @@ class Scheduler:
         self.num_steps = 1
         """How many steps an input is for. With more than one, the next input is made before the last of them ends."""
         self.delivery_interval_s = 0.0
-        """How long tokens may be held whose readers wait for the last one anyway (decision 30)."""
+        """How long tokens may be held whose readers wait for the last one anyway (decision 4)."""
 
     @property
     def num_running(self) -> int:
@@ -190,7 +190,7 @@ class Scheduler:
         return self.pause_state is PauseState.PAUSED_NEW and bool(self._running)
 
     def schedule(self) -> StepInput | None:
-        """Decide the next step; ``None``: there is nothing to do, or to add to what was said, until something arrives."""
+        """Decide the next step; ``None``: there is nothing to do or to add until something arrives."""
         adds: list[EngineCoreRequest] = []
         if self._waiting and self.pause_state is PauseState.UNPAUSED:
             now = time.monotonic()
