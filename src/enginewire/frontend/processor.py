@@ -74,7 +74,7 @@ class OutputProcessor:
             if stats is not None and (new := output.new_token_ids):
                 stats.num_generation_tokens += len(new)
                 if completion.last_token_ts:
-                    stats.inter_token_latencies.append(now - completion.last_token_ts)
+                    stats.inter_token_latencies += [(now - completion.last_token_ts) / len(new)] * len(new)
                 else:
                     _note_first_token(completion, output, stats, message.timestamp)
             try:

@@ -22,7 +22,7 @@ from enginewire.wire.messages import (
     PrefillStats,
     PrefixCacheStats,
 )
-from enginewire.wire.sampling import SamplingParams
+from enginewire.wire.sampling import RequestOutputKind, SamplingParams
 
 MAX_MODEL_LEN = 100
 
@@ -379,3 +379,65 @@ def test_the_queue_lets_go_of_what_was_removed() -> None:
     assert queue.pop().request_id == "stays"
     with pytest.raises(IndexError):
         queue.pop()
+
+
+# Tokens whose readers wait for the last one.
+
+
+def holding(*requests: Request, interval_s: float = 3600.0) -> Scheduler:
+    """A scheduler that has sent the first token, 5, of these requests."""
+    s = scheduler()
+    s.delivery_interval_s = interval_s
+    started(s, *requests)
+    messages = s.update(result(*(EngineCoreOutput(each.request_id, [5]) for each in requests)))
+    assert [output.new_token_ids for output in messages[0].outputs] == [[5]] * len(requests)
+    return s
+
+
+def waits(request_id: str, **params: Any) -> Request:
+    """A request whose reader wants one final output."""
+    return request(request_id, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+
+
+def sent(s: Scheduler, *outputs: EngineCoreOutput, stats: ExecutorStats | None = None) -> list[tuple[str, list[int]]]:
+    messages = s.update(result(*outputs, stats=stats))
+    return [(output.request_id, output.new_token_ids) for output in messages[0].outputs] if messages else []
+
+
+def test_tokens_that_nobody_reads_yet_go_with_the_last_one() -> None:
+    """Decision 4."""
+    s = holding(waits("a", max_tokens=4), request("stream"))
+    assert sent(s, EngineCoreOutput("a", [6]), EngineCoreOutput("stream", [6])) == [("stream", [6])]
+    assert sent(s, EngineCoreOutput("a", [7])) == []
+    assert sent(s, EngineCoreOutput("a", [8])) == [("a", [6, 7, 8])]
+
+
+def test_tokens_that_nobody_reads_yet_go_with_statistics_and_when_it_is_time() -> None:
+    """Decision 4."""
+    s = holding(waits("a"))
+    assert sent(s, EngineCoreOutput("a", [6])) == []
+    assert sent(s, EngineCoreOutput("a", [7]), stats=ExecutorStats()) == [("a", [6, 7])]
+    s = holding(waits("a"), interval_s=0.0)
+    assert sent(s, EngineCoreOutput("a", [6])) == [("a", [6])]
+
+
+def test_tokens_that_nobody_reads_yet_are_not_lost_when_their_request_ends_early() -> None:
+    """Pause mode abort: what there is of the text is its reader's."""
+    s = holding(waits("a"))
+    sent(s, EngineCoreOutput("a", [6]))
+    s.abort_all()
+    (output,) = s.take_synthetic()[0].outputs
+    assert (output.new_token_ids, output.finish_reason) == ([6], FinishReason.ABORT)
+
+
+def test_a_stop_rule_cuts_the_step_and_not_what_was_held() -> None:
+    s = holding(waits("a", max_tokens=4))
+    sent(s, EngineCoreOutput("a", [6]))
+    assert sent(s, EngineCoreOutput("a", [7, 8, 9])) == [("a", [6, 7, 8])]
+
+
+@pytest.mark.parametrize("wish", [{"stop": "x"}, {"logprobs": 1}, {"output_kind": RequestOutputKind.DELTA}])
+def test_tokens_are_not_held_from_a_frontend_that_looks_at_them(wish: dict[str, Any]) -> None:
+    """Stop strings are found by the frontend, and the sooner the better."""
+    s = holding(request("a", **({"output_kind": RequestOutputKind.FINAL_ONLY} | wish)))
+    assert sent(s, EngineCoreOutput("a", [6])) == [("a", [6])]

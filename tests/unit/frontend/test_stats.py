@@ -65,7 +65,7 @@ def test_times_are_counted_from_arrival_and_between_tokens(outputs: OutputProces
         101.5, 1.0, num_prompt_tokens=6, num_generation_tokens=1, time_to_first_tokens=[1.5]
     )
     send(outputs, 101.75, EngineCoreOutput(engine_id, [66, 67]))
-    assert notes.last == IterationStats(101.75, 1.0, num_generation_tokens=2, inter_token_latencies=[0.25])
+    assert notes.last == IterationStats(101.75, 1.0, num_generation_tokens=2, inter_token_latencies=[0.125, 0.125])
 
 
 def test_an_end_sums_the_completion_up_by_the_clocks_of_each_side(outputs: OutputProcessor, notes: Notes) -> None:
