@@ -22,7 +22,8 @@ A minimal executor::
             return bool(self._live)
 
 Requests end by the stop rules of :class:`~enginewire.engine.core.EngineCore` (EOS, stop tokens, length, repetition),
-which aborts them here before the next step. An executor that ends a request by itself sets ``finish_reason``.
+which aborts them here before the next step, or before the one after that if this runs in a child process.
+An executor that ends a request by itself sets ``finish_reason``.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class IterationStats:
         num_prompt_tokens: tokens of the prompts whose first token came.
         num_generation_tokens: new tokens.
         time_to_first_tokens: seconds from a request's arrival here to a completion's first token.
-        inter_token_latencies: seconds since the same completion's previous token; of tokens that come together, the mean.
+        inter_token_latencies: seconds since the same completion's previous token; the mean, if several came at once.
         finished_requests: completions that ended.
     """
 
