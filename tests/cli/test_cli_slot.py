@@ -176,13 +176,16 @@ def test_it_ends_with_a_vllm_that_was_killed(folder: Path) -> None:
         "tcp = socket.create_server(('127.0.0.1', 0))\n"
         f"words = [*{COMMAND!r}, '--listen-fd', str(tcp.fileno()), '--args-json', json.dumps({{'model': 'echo'}}),\n"
         f"         '--input-address', 'ipc://{folder}/i', '--output-address', 'ipc://{folder}/o']\n"
-        "process = subprocess.Popen(words, pass_fds=[tcp.fileno()], stderr=subprocess.PIPE, text=True)\n"
-        "print(process.pid, process.stderr.readline(), flush=True)\n"
+        "process = subprocess.Popen(words, pass_fds=[tcp.fileno()], stderr=subprocess.DEVNULL)\n"
+        "with socket.create_connection(tcp.getsockname()) as client:\n"
+        "    client.sendall(b'GET /health HTTP/1.1\\r\\nHost: here\\r\\n\\r\\n')\n"
+        "    assert client.recv(1)\n"
+        "print(process.pid, flush=True)\n"
         "process.wait()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline().split()[0])
+        pid = int(parent.stdout.readline())
         parent.kill()
     wait_until(lambda: not os.path.exists(f"/proc/{pid}") or _is_zombie(pid), DEADLINE_S, "the frontend ends")
 
