@@ -80,6 +80,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(2 * len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have the first of several workers begin with all tests of the real model.
+
+    Others take from the end of its list, and so none of these: the model is loaded once per module, and not by several
+    workers at a time, each of which would wait for the same cores.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("model") is None)
+
+
 def _children() -> set[int]:
     """Return the ids of our child processes, without multiprocessing's own helpers, which live until we exit."""
     children = set()

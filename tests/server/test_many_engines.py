@@ -206,7 +206,7 @@ def test_the_state_lists_every_engine(served: Served, num_engines: int) -> None:
     assert per_engine(served, "vllm:cache_config_info") == [1.0] * num_engines
 
 
-@pytest.mark.parametrize("num_engines", [2, 4, 16])
+@pytest.mark.parametrize("num_engines", [2, pytest.param(4, marks=pytest.mark.slow), 16])
 def test_a_thousand_mixed_requests_all_complete_and_are_counted(num_engines: int) -> None:
     """Issue 5."""
     with serve("echo", "--data-parallel-size", str(num_engines), "--executor-option", "step_time_s=0.002") as served:

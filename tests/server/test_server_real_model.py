@@ -152,11 +152,9 @@ def test_another_models_tokenizer_can_be_used() -> None:
     assert len(made["choices"][0]["prompt_token_ids"]) == 4
 
 
+@pytest.mark.slow  # the same with echo is not, in test_many_engines
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("num_engines", "num_mixed"),
-    [(2, 100), pytest.param(2, 1000, marks=pytest.mark.slow), pytest.param(4, 300, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("num_engines", "num_mixed"), [(2, 1000), (4, 300)])
 def test_a_burst_splits_evenly_over_several_engines_and_all_of_a_mixture_completes(
     num_engines: int, num_mixed: int
 ) -> None:
