@@ -449,11 +449,12 @@ class _Herald:
             self._ready.update(dict.fromkeys(requests))
 
     def _wake(self) -> None:
-        ready = [*self._ready]
-        self._ready = dict.fromkeys(ready[READERS_PER_TURN:])
+        turn = [*itertools.islice(self._ready, READERS_PER_TURN)]
+        for request in turn:
+            del self._ready[request]
         if self._ready:
             self._loop.call_soon(self._wake)
-        for request in ready[:READERS_PER_TURN]:
+        for request in turn:
             if request.listener is not None:
                 request.listener.hear(request)
 

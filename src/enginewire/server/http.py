@@ -86,10 +86,10 @@ class ResponseSender:
     Args:
         send: ASGI's.
         headers: those that every response has.
-        connection: a shorter way for what need not wait, if there is one.
+        connection: the client's, if the server offers it.
 
     Attributes:
-        connection: that.
+        connection: a shorter way for parts that need not wait; ``None``: there is none.
         status: the status that was sent, ``None`` before.
         is_complete: whether all of it was sent.
     """

@@ -8,6 +8,7 @@ import pytest
 
 from enginewire.config import EngineConfig
 from enginewire.errors import EngineGenerateError
+from enginewire.frontend.async_llm import READERS_PER_TURN, _Herald
 from enginewire.frontend.inputs import InputProcessor
 from enginewire.frontend.processor import OutputProcessor
 from enginewire.frontend.reader import Reader
@@ -131,6 +132,39 @@ def test_a_shortcut_that_fails_fails_its_reader_and_nobody_else() -> None:
             await waiting
 
     asyncio.run(run())
+
+
+def test_many_readers_hear_of_news_in_turns_and_of_several_messages_once() -> None:
+    """A burst for hundreds of streams does not keep the loop from everybody else."""
+
+    async def run() -> None:
+        bench = Bench(*map(str, range(2 * READERS_PER_TURN + 1)))
+        heard: list[RequestState] = []
+
+        class Listener:
+            def hear(self, request: RequestState) -> None:
+                heard.append(request)
+
+        for request in bench.requests:
+            request.listener = Listener()
+        herald = _Herald()
+        herald.announce(bench.requests[:3])
+        herald.announce(bench.requests)
+        seen = []
+        while len(heard) < len(bench.requests):
+            await asyncio.sleep(0)
+            seen.append(len(heard))
+        assert seen == [READERS_PER_TURN, 2 * READERS_PER_TURN, 2 * READERS_PER_TURN + 1]
+        assert heard == bench.requests
+        herald.announce(bench.requests[:1])
+        await asyncio.sleep(0)
+        assert heard[len(bench.requests) :] == bench.requests[:1]
+
+    async def in_time() -> None:
+        async with asyncio.timeout(30):
+            await run()
+
+    asyncio.run(in_time())
 
 
 def test_a_failure_is_raised_where_the_outputs_are_taken() -> None:
