@@ -20,7 +20,6 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._reader = sock.makefile("rb")
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -49,14 +48,20 @@ class Channel:
     def receive(self) -> bytes | None:
         """Wait for the next message; ``None`` once the peer is gone, also in the middle of a message."""
         try:
-            header = self._reader.read(LENGTH_BYTES)
-            if len(header) < LENGTH_BYTES:
-                return None
-            length = int.from_bytes(header, "big")
-            message = self._reader.read(length)
+            header = self._read(LENGTH_BYTES)
+            return None if header is None else self._read(int.from_bytes(header, "big"))
         except ConnectionError:
             return None
-        return message if len(message) == length else None
+
+    def _read(self, count: int) -> bytes | None:
+        """Read so many bytes, and none of the next message: :meth:`is_readable` would not know of it."""
+        data = b""
+        while len(data) < count:
+            more = self._socket.recv(count - len(data), socket.MSG_WAITALL)
+            if not more:
+                return None
+            data = data + more if data else more
+        return data
 
     def is_readable(self) -> bool:
         """Whether :meth:`receive` would not wait: something has come, or the peer is gone."""
@@ -69,11 +74,9 @@ class Channel:
 
     def leave(self) -> None:
         """Close this process's copy of what it shares with the process it was forked from, which goes on."""
-        self._reader.close()
         self._socket.close()
 
     def close(self) -> None:
         """Close; a receiver in another thread is woken. Idempotent."""
         self.hang_up()
-        self._reader.close()
         self._socket.close()
