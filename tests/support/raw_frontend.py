@@ -7,8 +7,10 @@ engine, ``add`` sends a request ``a`` of 100,000 tokens, ``read`` waits for an o
 from __future__ import annotations
 
 import sys
+import time
 
 import msgspec
+import zmq
 
 from enginewire.transport.sockets import HEARTBEAT_S, bind_pull, bind_router, make_context
 
@@ -28,11 +30,22 @@ def main(input_address: str, output_address: str, ttl_s: float) -> None:
             case ["ready"]:
                 router.recv_multipart()
             case ["add", client_index]:
-                router.send_multipart([IDENTITY, ADD, msgspec.msgpack.encode([*REQUEST, int(client_index)])])
+                send(router, [IDENTITY, ADD, msgspec.msgpack.encode([*REQUEST, int(client_index)])])
             case ["read"]:
                 pull.recv_multipart()
         sys.stdout.write("ok\n")
         sys.stdout.flush()
+
+
+def send(router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    """Send to the engine, once this end too knows of the connection that the engine has made."""
+    while True:
+        try:
+            return router.send_multipart(frames)
+        except zmq.ZMQError as exc:
+            if exc.errno != zmq.EHOSTUNREACH:
+                raise
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":
