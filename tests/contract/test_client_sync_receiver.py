@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -106,6 +110,50 @@ def test_an_interrupted_caller_leaves_receiving_to_others(
         face.client.get_output()
     assert receiver_of(face)._reader is None
     assert_serves(face, engine)
+
+
+def interrupted(call: Callable[[], object], step: int) -> bool:
+    """Call, with Ctrl-C before the ``step``-th instruction of the receiver's module; ``False``: it has fewer."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != sync_receiver.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        # Nothing happens in a NOP, and no handler need be there for it.
+        count += event == "opcode" and frame.f_code.co_code[frame.f_lasti] != dis.opmap["NOP"]
+        if count == step:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE_S])
+def test_ctrl_c_at_any_moment_leaves_receiving_to_others(pair: tuple[Face, MockEngine], timeout: float | None) -> None:
+    """C-27: also between taking the role and knowing that it was taken."""
+    face, engine = pair
+    receiver, step = receiver_of(face), 1
+    let_callers_receive(face, engine)
+    engine.send_outputs([output("r", [1])])
+    while interrupted(lambda: face.client.get_output(timeout), step):
+        with pytest.raises(RuntimeError):
+            receiver._role.release()  # as this thread does not have it
+        assert receiver._reader != threading.get_ident()
+        engine.send_outputs([output("r", [1])])  # the last one may be lost: it was on its way to the caller
+        step += 1
+    assert step > 50
+    call = face.start("call_utility", "is_sleeping")
+    engine.answer_utility(engine.expect_utility("is_sleeping"), True)
+    assert call.result(PATIENCE_S) is True
 
 
 def test_a_signal_handler_may_shut_the_client_down(

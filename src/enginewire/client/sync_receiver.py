@@ -59,7 +59,8 @@ class SyncReceiver:
         self._engines = client.engines
         self._lookout = client.lookout
         self._resources = client.resources
-        self._role = threading.Lock()
+        # Knows its owner, who can give it back without knowing where an exception has come from.
+        self._role = threading.RLock()
         self._reader: int | None = None
         """The thread that has the role."""
         self._direct: Link | None = None
@@ -125,33 +126,40 @@ class SyncReceiver:
         The usual way of a message, without what :meth:`wait` considers besides. ``None``: it has arrived with others;
         or none came, or no outputs, or this is somebody else's to do, and then :meth:`wait` has to.
         """
-        if self._is_wanted or not self._role.acquire(False):  # a keyword costs as much as the lock
+        me = get_ident()
+        if self._is_wanted or self._reader == me:
             return None
         try:
-            self._reader = get_ident()
+            if not self._role.acquire(False):  # a keyword costs as much as the lock
+                return None
+            self._reader = me
             self._num_reads += 1
             link = self._direct
-            if link is not None and not self.arrived and self.end is None:
-                began = monotonic()
-                frames = receive_message(link.output_socket, 0)
-                if not self._inbox.sort(link, frames):
-                    if self._inbox.marked:
-                        self.wake()
-                elif len(frames[0]) < SMALL_BYTES and monotonic() - began < BURST_S:
-                    self.arrived.append((link, frames))
-                    self._drain(link)
-                else:
-                    return link, frames
-        except zmq.Again:
-            pass
-        except Exception as exc:  # noqa: BLE001 - as below
-            self._fail(exc)
-        finally:
+            received = None
+            try:
+                if link is not None and not self.arrived and self.end is None:
+                    began = monotonic()
+                    frames = receive_message(link.output_socket, 0)
+                    if not self._inbox.sort(link, frames):
+                        if self._inbox.marked:
+                            self.wake()
+                    elif len(frames[0]) < SMALL_BYTES and monotonic() - began < BURST_S:
+                        self.arrived.append((link, frames))
+                        self._drain(link)
+                    else:
+                        received = link, frames
+            except zmq.Again:
+                pass
+            except Exception as exc:  # noqa: BLE001 - as below
+                self._fail(exc)
             self._reader = None
             self._role.release()
             if self._num_followers:
                 self._tell_followers()
-        return None
+        except BaseException:
+            self._give_back()
+            raise
+        return received
 
     def wait(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until ``is_there``, which someone who receives makes true; ``False``: the deadline passes first.
@@ -159,20 +167,27 @@ class SyncReceiver:
         Raises:
             RuntimeError: this thread was interrupted while it receives, and would wait for itself.
         """
-        while not is_there():
-            if not self._is_wanted and self._role.acquire(blocking=False):
-                try:
-                    if self._read(is_there, deadline):
-                        return True
-                finally:
-                    self._leave()
-                is_tired = not self._is_wanted
-            else:
+        if self._reader == get_ident():
+            raise RuntimeError(
+                "this thread was interrupted, by a signal handler or a callback, while it receives for the client; "
+                "what is to wait for an engine then has to do so in another thread"
+            )
+        try:
+            while not is_there():
                 is_tired = False
-            limit = None if deadline is None else deadline - monotonic()
-            if limit is not None and limit <= 0:
-                return is_there()
-            self._follow(is_there, limit, is_tired=is_tired)
+                if not self._is_wanted and self._role.acquire(blocking=False):
+                    has_come = self._read(is_there, deadline)
+                    self._leave()
+                    if has_come:
+                        break
+                    is_tired = not self._is_wanted
+                limit = None if deadline is None else deadline - monotonic()
+                if limit is not None and limit <= 0:
+                    return is_there()
+                self._follow(is_there, limit, is_tired=is_tired)
+        except BaseException:
+            self._give_back()
+            raise
         return True
 
     def _read(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
@@ -201,15 +216,10 @@ class SyncReceiver:
 
     def _follow(self, is_there: Callable[[], bool], limit: float | None, *, is_tired: bool) -> None:
         """Wait until somebody else has received something, or has left the role."""
-        if self._reader == get_ident():
-            raise RuntimeError(
-                "this thread was interrupted, by a signal handler or a callback, while it receives for the client; "
-                "what is to wait for an engine then has to do so in another thread"
-            )
         with self._news:
             self._num_followers += 1
             try:
-                if not (self._role.locked() or self._is_wanted):
+                if self._reader is None and not self._is_wanted:
                     if not is_tired:
                         return
                     self._is_asked = True
@@ -218,6 +228,15 @@ class SyncReceiver:
                     self._news.wait(limit)
             finally:
                 self._num_followers -= 1
+
+    def _give_back(self) -> None:
+        """Have the role kept by nobody whom an exception leads out of here: Ctrl-C comes between any two steps."""
+        if self._reader == get_ident():
+            self._reader = None
+        with contextlib.suppress(RuntimeError):  # it is not, or no longer, this thread's
+            while True:
+                self._role.release()
+        self._tell_followers()
 
     def _leave(self) -> None:
         self._reader = None
