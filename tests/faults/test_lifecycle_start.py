@@ -195,6 +195,8 @@ def test_a_constructor_that_fails_anywhere_leaves_nothing(
             monkeypatch.setattr(mp.MPClient, point, _fail)
         case "bind_pull":
             monkeypatch.setattr(link, point, _fail)
+        case "executor_source":
+            monkeypatch.setattr(executor_source, point, _fail)
         case "apply_ready_responses":
             monkeypatch.setattr(returns, point, _fail)
         case "context":
