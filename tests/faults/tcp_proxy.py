@@ -16,6 +16,9 @@ class TcpProxy:
 
     Args:
         target: where to, ``tcp://127.0.0.1:PORT``.
+
+    Attributes:
+        passed_on: what was passed on since the last cut, in both directions.
     """
 
     def __init__(self, target: str) -> None:
@@ -28,6 +31,7 @@ class TcpProxy:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, socket.socket] = {}
+        self.passed_on = b""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="tcp-proxy")
 
@@ -47,6 +51,7 @@ class TcpProxy:
         with self._lock:
             for one in list(self._peers):
                 self._drop(one)
+            self.passed_on = b""
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -69,6 +74,7 @@ class TcpProxy:
         with contextlib.suppress(OSError):
             data = one.recv(65536)
             self._peers[one].sendall(data)
+            self.passed_on += data
         if not data:
             self._drop(one)
 

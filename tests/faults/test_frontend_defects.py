@@ -458,6 +458,65 @@ def test_a_dropped_connection_is_a_lost_request_and_not_a_short_one(kind: str) -
         assert_serves(face, engine)
 
 
+class NoSigns:
+    """Stands in for a poll object, and has nothing to say before it is told to."""
+
+    def __init__(self, may_return: threading.Event) -> None:
+        self._may_return = may_return
+
+    def poll(self, _: float) -> list[object]:
+        """Wait."""
+        self._may_return.wait(PATIENCE_S)
+        return []
+
+
+@pytest.mark.parametrize("who", ["loop", "receiver", "its signs"])
+def test_a_gap_is_noticed_by_a_client_that_stood_still_meanwhile(who: str) -> None:
+    """Defect 37: the engine is connected again and has sent more before anybody sees that the connection was lost."""
+    with contextlib.ExitStack() as stack:
+        proxies: list[TcpProxy] = []
+
+        def through(address: str) -> str:
+            proxies.append(stack.enter_context(TcpProxy(address)))
+            return proxies[-1].address
+
+        kind = "asyncio" if who == "loop" else "sync"
+        face, (engine,) = stack.enter_context(talking(kind, through=through))
+        face.add_request(request("cut-off", max_tokens=5))
+        engine.next(ADD)
+        receiver, may_go_on = face.client._receiver, threading.Event()
+        still = stack.enter_context(contextlib.ExitStack())
+        still.callback(may_go_on.set)
+        if who == "its signs":
+            receiver._signs = NoSigns(may_go_on)
+        first = face.start("get_output")
+        if who == "its signs":
+            wait_until(lambda: receiver._num_followers, PATIENCE_S, "the caller to wait")
+        engine.token("cut-off", 1)
+        assert first.result(PATIENCE_S).outputs[0].new_token_ids == [1]
+
+        if face.loop is not None:
+            face.loop.loop.call_soon_threadsafe(may_go_on.wait, PATIENCE_S)
+        elif who == "receiver":
+            still.enter_context(face.client.resources.send_lock)
+        else:
+            wait_until(lambda: receiver._reader is None, PATIENCE_S, "the thread to leave receiving to callers")
+        for proxy in proxies:
+            proxy.cut()
+        for token in (3, 4):  # 2 was lost with the connection
+            engine.token("cut-off", token)
+        engine.token("cut-off", 5, finish_reason=1)
+        wait_until(
+            lambda: any(proxy.passed_on.count(b"cut-off") == 3 for proxy in proxies), PATIENCE_S, "the rest to arrive"
+        )
+        rest = face.start("get_output")
+        if who == "its signs":
+            wait_until(lambda: receiver._is_asked, PATIENCE_S, "the caller to leave receiving to the thread")
+        still.close()
+        outputs = rest.result(PATIENCE_S).outputs
+        assert [(it.new_token_ids, it.finish_reason) for it in outputs] == [([], FinishReason.ERROR)]
+
+
 def test_a_request_that_ends_by_length_too_early_has_lost_outputs() -> None:
     """Defect 37: a gap that nobody noticed is an error, not a short result; an early end for another reason is none."""
     port = free_tcp_port()

@@ -20,7 +20,7 @@ import zmq
 
 from enginewire.client.base import ExecutorChoice
 from enginewire.client.inbox import Arrival
-from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
+from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, RECONNECT_S, Link
 from enginewire.client.mp import MPClient
 from enginewire.client.utilities import Call, combined
 from enginewire.config import EngineConfig
@@ -36,6 +36,9 @@ WAKE_UP_S: Final = 0.0002
 
 YIELD_EVERY_S: Final = 0.0005
 """How long a consumer may find messages waiting without giving the loop a turn."""
+
+SURE_S: Final = RECONNECT_S / 2
+"""How long it goes without saying that connections are what they were."""
 
 HAND_BACK_S: Final = 2.0
 """How long another thread waits for the loop to give its sockets back."""
@@ -265,8 +268,14 @@ class _Receiver:
             return True
         is_all = False
         arrived, socket, sort = self._arrived, link.output_socket, self._inbox.sort
+        now = monotonic()
+        if now > link.sure_until or self._lookout.has_found:
+            if self._lookout.has_gap(link):
+                self.look_soon()
+                return True
+            link.sure_until = now + SURE_S
         try:
-            limit = monotonic() + WAKE_UP_S
+            limit = now + WAKE_UP_S
             for count in range(MESSAGES_PER_WAKE_UP):
                 frames = receive_message(socket)
                 if sort(link, frames):

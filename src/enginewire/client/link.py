@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 LAST_OUTPUTS_S: Final = 0.5
 """How long the outputs of an engine that hears nothing any more may be on their way."""
 
+RECONNECT_S: Final = 0.1
+"""How long it takes at least until an engine whose connection was closed has another one: ZeroMQ's default."""
+
 HEAR_OUT_POLL_S: Final = 0.002
 """How often they are looked for when the client is closed."""
 
@@ -59,8 +62,10 @@ class Link:
         self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]
         self._input_lost_at: float | None = None
         self.events = [watch.monitor.readable for watch in self._watches]
-        """Readable when a connection has come or gone. To be looked at before an engine that lost its connection has
-        another one, 0.1 s later: what it sends on that has a gap before it."""
+        """Readable when a connection has come or gone."""
+        self.sure_until = 0.0
+        """Monotonic seconds. What comes later may be of a new connection, with a gap before it: to be found out first,
+        by :meth:`Lookout.has_gap`, however long this process was not running."""
 
     def settle(self) -> None:
         """Take the connections there are now for its engines'."""
@@ -84,6 +89,11 @@ class Link:
         """Whether the connection on which outputs come is gone: what came before can be received, and no more comes."""
         _, output_watch = self._watches
         return output_watch.has_lost_peer()
+
+    def has_new_output(self) -> bool:
+        """Whether outputs come on another connection than they did: what was sent in between is lost."""
+        _, output_watch = self._watches
+        return output_watch.has_new_peer()
 
     @property
     def num_closed(self) -> int:

@@ -108,7 +108,8 @@ class Lookout:
         self._look_at_connections(now)
         for loss in self._pings.look(now):
             self._engines.lost(loss)
-        self.has_found = len(self._engines.untold) > num_untold
+        has_found = len(self._engines.untold) > num_untold
+        self.has_found = has_found and not any(self.has_gap(link) for link in self._inbox.links)
         if self.has_found:
             return []
         arrivals = self._tell_losses(now)
@@ -121,6 +122,14 @@ class Lookout:
                 for engine, end in self._inbox.failover.send_waiting(now):
                     arrivals.append(ReceivedOutputs(engine.index, [end]))
         return arrivals
+
+    def has_gap(self, link: Link) -> bool:
+        """Whether there is a gap before what comes on a link, of which nobody has been told: a look comes first."""
+        engine = link.sole
+        if engine is None or not link.has_new_output():
+            return False
+        is_told = engine.state not in (EngineState.READY, EngineState.LEAVING)
+        return not is_told or any(engine is each for each, _ in tuple(self._engines.untold))
 
     def has_heard_out(self) -> bool:
         """Whether all is there that engines sent before they ended. Asked at the end, when ours have been stopped.

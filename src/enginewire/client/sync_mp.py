@@ -139,12 +139,23 @@ class SyncMPClient(MPClient):
         with self.resources.send_lock:
             calls = self._start_calls(method, args, Answer, engine_index)
         try:
+            if len(calls) == 1:  # as nearly always
+                return self._answer_to(calls[0], deadline, timeout)
             return combined(calls, [self._outcome(call, deadline, timeout) for call in calls])
-        finally:
-            self._forget_calls(calls)
+        except BaseException:
+            self._forget_calls(calls)  # those that were answered have been forgotten already
+            raise
 
     def _outcome(self, call: Call[Answer], deadline: float | None, timeout: float | None) -> object:
         """Wait for one engine's answer: a result, or the error that came instead."""
+        try:
+            return self._answer_to(call, deadline, timeout)
+        except UtilityTimeoutError:
+            raise
+        except EngineClientError as exc:
+            return exc
+
+    def _answer_to(self, call: Call[Answer], deadline: float | None, timeout: float | None) -> Any:
         assert self._receiver is not None, "as above"
         is_answered = call.waiter.done
         if not (self._receiver.wait(is_answered, deadline) or is_answered()):  # it may have come at the last moment
@@ -153,7 +164,4 @@ class SyncMPClient(MPClient):
                 method=call.method,
                 engine_index=call.engine_index,
             )
-        try:
-            return call.waiter.result()
-        except EngineClientError as exc:
-            return exc
+        return call.waiter.result()

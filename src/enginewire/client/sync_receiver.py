@@ -9,6 +9,7 @@ takes it for each look. See decision 18.
 from __future__ import annotations
 
 import contextlib
+import select
 import threading
 from _thread import get_ident
 from collections import deque
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from enginewire.client.inbox import Arrival
-from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, Link
+from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, RECONNECT_S, Link
 from enginewire.transport.sockets import inproc_pair, receive_message
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 DIRECT_MS: Final = 50
 """How long a caller reads before it leaves that to the thread, and how often the thread finds out whether callers still
 do. What comes while nobody reads stays with ZeroMQ, where it takes twice the memory; a loss is told so much later."""
+
+SURE_S: Final = RECONNECT_S - DIRECT_MS / 1000
+"""How long after a look at a link's connections a caller may begin to read: what it gets then comes before its engine
+can have another connection."""
 
 BATCH: Final = 64
 """Messages taken at once."""
@@ -77,8 +82,8 @@ class SyncReceiver:
         self._wake_lock = threading.Lock()  # a socket may be used by one thread at a time
         self._links: tuple[Link, ...] = ()
         self._sources: dict[zmq.Socket[bytes], Link] = {}
-        self._signs, self._all = zmq.Poller(), zmq.Poller()
-        """What only the thread reads; and that with the links, which it reads with the role."""
+        self._signs, self._all = select.poll(), zmq.Poller()
+        """Descriptors of what the thread looks after, also while it has not the role; and that with the links."""
         self._next_look = monotonic()
         self._is_stopping = False
         self._is_left_alone = False
@@ -137,8 +142,10 @@ class SyncReceiver:
             link = self._direct
             received = None
             try:
-                if link is not None and not self.arrived and self.end is None:
-                    began = monotonic()
+                began = monotonic()
+                if link is None or self.arrived or self.end is not None:
+                    pass
+                elif began < link.sure_until or self._is_sure(link, began):
                     frames = receive_message(link.output_socket, 0)
                     if not self._inbox.sort(link, frames):
                         if self._inbox.marked:
@@ -198,6 +205,8 @@ class SyncReceiver:
         try:
             while link is not None and not self._is_wanted and self.end is None:
                 began = monotonic()
+                if began > link.sure_until and not self._is_sure(link, began):
+                    return False
                 if deadline is not None and deadline - began < DIRECT_MS / 1000:
                     link.output_socket.poll(max(0, round((deadline - began) * 1000)))
                     self._take(link, receive_message(link.output_socket))
@@ -256,6 +265,15 @@ class SyncReceiver:
         elif self._inbox.marked:
             self.wake()
 
+    def _is_sure(self, link: Link, now: float) -> bool:
+        """Find out whether a link may be read: not if there is a gap before what is there, to be told of first."""
+        if link.has_ended():
+            self.wake()  # it was slow to see that, or cannot any more, as note is taken of it here
+            if self._lookout.has_gap(link):
+                return False
+        link.sure_until = now + SURE_S
+        return True
+
     def _drain(self, link: Link, limit: int = BATCH) -> bool:
         """Take what is there, up to a limit, without waiting; whether that is known to be all."""
         socket, sort, append = link.output_socket, self._inbox.sort, self.arrived.append
@@ -312,12 +330,12 @@ class SyncReceiver:
         self._direct = links[0] if len(links) == 1 else None
         if self._direct is not None:
             self._direct.output_socket.setsockopt(zmq.RCVTIMEO, DIRECT_MS)
-        self._signs, self._all = zmq.Poller(), zmq.Poller()
+        self._signs, self._all = select.poll(), zmq.Poller()
         signs: list[zmq.Socket[bytes] | int] = [self._wake_reader, *(event for link in links for event in link.events)]
         if self._lookout.coordination is not None:  # the socket itself is used by those who send, too
             signs.append(self._lookout.coordination.descriptor)
         for sign in signs:
-            self._signs.register(sign, zmq.POLLIN)
+            self._signs.register(sign if isinstance(sign, int) else sign.fileno(), select.POLLIN)
             self._all.register(sign, zmq.POLLIN)
         for socket in self._sources:
             self._all.register(socket, zmq.POLLIN)
@@ -336,7 +354,10 @@ class SyncReceiver:
         links = self._links if is_due else [self._sources[socket] for socket, _ in ready]
         limit = BATCH if is_due or now - began < BURST_S else 1
         for link in links:
-            is_drained = self._drain(link, limit) and is_drained
+            if self._is_sure(link, now):
+                is_drained = self._drain(link, limit) and is_drained
+            else:
+                is_due = True
         # What an engine sent before it died or was lost comes first.
         if (is_due and is_drained) or self._inbox.marked:
             self._next_look = now + self._lookout.interval_s

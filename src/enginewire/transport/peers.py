@@ -32,22 +32,29 @@ class PeerWatch:
         self._peer: set[int] = set()
         self._is_settled = False
         self._is_lost = False
+        self._is_new = False
 
     def settle(self) -> None:
         """Take the connections there are for the peer's."""
         self._drain()
         self._is_settled = True
         self._peer = set(self._open)
-        self._is_lost = False
+        self._is_lost = self._is_new = False
 
     def has_lost_peer(self) -> bool:
         """Whether one of the peer's connections has been closed since."""
         self._drain()
         return self._is_lost
 
+    def has_new_peer(self) -> bool:
+        """Whether somebody has connected after that: the peer, most likely, and whatever it sent meanwhile is lost."""
+        self._drain()
+        return self._is_new
+
     def _drain(self) -> None:
         for event, descriptor in self.monitor.take():
             if event == zmq.EVENT_ACCEPTED:
+                self._is_new = self._is_lost
                 self._open.add(descriptor)
                 if self._is_settled and not self._peer:
                     self._peer.add(descriptor)
