@@ -72,6 +72,7 @@ def test_sending_in_the_moment_of_death_names_the_signal_too(face: Face) -> None
         for i in range(1_000_000):
             assert time.monotonic() < deadline
             face.add_request(request(f"r{i}"))
+            time.sleep(0.0005)  # without a processor it cannot end
 
     with pytest.raises(EngineDeadError, match=r"killed by signal 9 \(SIGKILL\)"):
         send_until_refused()
@@ -278,7 +279,8 @@ def test_a_kill_in_the_middle_of_traffic_gives_everybody_the_same_cause(kind: st
                     case 0:
                         face.call_utility("is_sleeping")
                     case 1:
-                        face.add_request(request(f"{step}-{i}", max_tokens=1))
+                        face.add_request(request(f"{step}-{i}", max_tokens=100))
+                        time.sleep(0.001)  # without a processor the engine cannot end
                     case _:
                         face.get_output()
 

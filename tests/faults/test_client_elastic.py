@@ -276,7 +276,7 @@ async def test_a_call_to_an_engine_that_is_taken_out_fails_with_the_cause() -> N
         long = call(60.0)
         await asyncio.sleep(0)
         await llm.scale_elastic_ep(1, drain_timeout=0)
-        with pytest.raises(UtilityCallError, match="the engine was taken out meanwhile"):
+        with pytest.raises(UtilityCallError, match=r"the engine was taken out meanwhile|Server shutting down"):
             await long
         assert len(client.inbox.calls) == 0
 
