@@ -24,10 +24,12 @@ PAGE = RESULTS.with_name("RESULTS.md")
 
 WHAT_STOPS_THE_REST = """\
 What stops the rest: decoding, which is msgspec's in both clients and two thirds of a message of 64 outputs, and the
-wake-ups of ZeroMQ's threads, which are most of a call ([decision 18](../docs/decisions/0018-whoever-waits-receives.md),
+wake-ups of ZeroMQ's threads, which are most of a call (decisions
+[18](../docs/decisions/0018-whoever-waits-receives.md) and
 [2](../docs/decisions/0002-reader-on-the-zeromq-descriptor.md)); for `LLM`, the processor time that its three processes
-take from the model ([4](../docs/decisions/0004-executors-that-hold-the-gil.md)); for the server, the kernel's write of
-each event, and what a message costs before its first token ([24](../docs/decisions/0024-what-a-streamed-token-costs.md))."""
+take from the model ([decision 4](../docs/decisions/0004-executors-that-hold-the-gil.md)); for the server, the kernel's
+write of each event, and what a message costs before its first token
+([decision 24](../docs/decisions/0024-what-a-streamed-token-costs.md))."""
 
 
 @dataclass(frozen=True)
