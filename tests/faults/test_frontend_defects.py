@@ -458,6 +458,26 @@ def test_a_dropped_connection_is_a_lost_request_and_not_a_short_one(kind: str) -
         assert_serves(face, engine)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_rests_while_its_engine_is_away(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost connection is one sign, and not one at every look."""
+    with talking(kind) as (face, (engine,)):
+        face.add_request(request("r"))
+        engine.next(ADD)
+        engine.disconnect()
+        assert face.outputs(1)[0].finish_reason == FinishReason.ERROR
+        lookout, looks = face.client.lookout, list[float]()
+        look = lookout.look
+
+        def noted(now: float) -> list[Any]:
+            looks.append(now)
+            return look(now)
+
+        monkeypatch.setattr(lookout, "look", noted)
+        wait_until(lambda: len(looks) >= 8, PATIENCE_S, "some looks")
+        assert looks[7] - looks[0] > lookout.interval_s
+
+
 class NoSigns:
     """Stands in for a poll object, and has nothing to say before it is told to."""
 

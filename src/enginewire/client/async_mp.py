@@ -270,8 +270,9 @@ class _Receiver:
         arrived, socket, sort = self._arrived, link.output_socket, self._inbox.sort
         now = monotonic()
         if now > link.sure_until or self._lookout.has_found:
-            if self._lookout.has_gap(link):
-                self.look_soon()
+            if self._lookout.drops(link):
+                self._timer.cancel()
+                self._timer = self.loop.call_soon(self._look)
                 return True
             link.sure_until = now + SURE_S
         try:
@@ -309,11 +310,11 @@ class _Receiver:
     def _look(self) -> None:
         if self._stopped:
             return
-        self._timer.cancel()
         for link in self._links:
             self._on_readable(link)
         if self._stopped:
             return
+        self._timer.cancel()
         if self._unfinished:  # what an engine sent before it was lost comes first
             self._timer = self.loop.call_soon(self._look)
             return

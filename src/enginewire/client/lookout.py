@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Final
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 1.0
 """How long an engine that is said to be dead has to show that it is not."""
+
+DROPPED_AT_ONCE: Final = 64
+"""Messages: an engine may send more than anybody can drop."""
 
 REPORTED_DEATH: Final = "it reported a fatal error"
 LAST_OUTPUT_DROPPED: Final = f"{INTERNAL_PREFIX}its last output could not be decoded and was dropped"
@@ -123,13 +127,25 @@ class Lookout:
                     arrivals.append(ReceivedOutputs(engine.index, [end]))
         return arrivals
 
-    def has_gap(self, link: Link) -> bool:
-        """Whether there is a gap before what comes on a link, of which nobody has been told: a look comes first."""
+    def has_loss(self, link: Link) -> bool:
+        """Whether a link's engine has lost the connection for its outputs, and nobody has been told of that yet."""
         engine = link.sole
-        if engine is None or not link.has_new_output():
+        if engine is None or not link.has_ended():
             return False
         is_told = engine.state not in (EngineState.READY, EngineState.LEAVING)
         return not is_told or any(engine is each for each, _ in tuple(self._engines.untold))
+
+    def has_gap(self, link: Link) -> bool:
+        """Whether that engine has another connection by now: there is a gap before what comes on it."""
+        return self.has_loss(link) and link.has_new_output()
+
+    def drops(self, link: Link) -> bool:
+        """Drop what comes behind a gap, if there is one; it is for requests that fail, or go on from before it."""
+        has_gap = self.has_gap(link)
+        if has_gap:
+            for _ in itertools.islice(_drained(link.output_socket), DROPPED_AT_ONCE):
+                pass
+        return has_gap
 
     def has_heard_out(self) -> bool:
         """Whether all is there that engines sent before they ended. Asked at the end, when ours have been stopped.

@@ -266,9 +266,9 @@ class SyncReceiver:
             self.wake()
 
     def _is_sure(self, link: Link, now: float) -> bool:
-        """Find out whether a link may be read: not if there is a gap before what is there, to be told of first."""
-        if link.has_ended():
-            self.wake()  # it was slow to see that, or cannot any more, as note is taken of it here
+        """Find out whether a caller may read a link: not if there is a gap before what is there."""
+        if self._lookout.has_loss(link):
+            self.wake()  # the thread was slow to see it, or cannot any more, as note is taken of it here
             if self._lookout.has_gap(link):
                 return False
         link.sure_until = now + SURE_S
@@ -354,10 +354,11 @@ class SyncReceiver:
         links = self._links if is_due else [self._sources[socket] for socket, _ in ready]
         limit = BATCH if is_due or now - began < BURST_S else 1
         for link in links:
-            if self._is_sure(link, now):
-                is_drained = self._drain(link, limit) and is_drained
-            else:
+            if self._lookout.drops(link):
                 is_due = True
+            else:
+                link.sure_until = now + SURE_S
+                is_drained = self._drain(link, limit) and is_drained
         # What an engine sent before it died or was lost comes first.
         if (is_due and is_drained) or self._inbox.marked:
             self._next_look = now + self._lookout.interval_s
