@@ -198,9 +198,7 @@ class MPClient(EngineCoreClient):
     # Sending. The caller holds the send lock (sync) or is the loop's thread (asyncio).
 
     def _send_add(self, request: EngineCoreRequest) -> None:
-        # Under the lock: the socket is not closed before the message is out.
-        if self.engines.death is not None or self.resources.closing:
-            self._ensure_open()
+        self._ensure_open()  # under the lock: the socket is not closed before the message is out
         request_id, owners = request.request_id, self.engines.owners
         if request_id in owners:
             raise DuplicateRequestIdError(request_id)
@@ -231,8 +229,6 @@ class MPClient(EngineCoreClient):
     def _engine_for(self, request: EngineCoreRequest) -> Engine:
         """Choose the engine that gets a request: the one that it names, or the load balancer's choice (C-51)."""
         rank, ready = request.data_parallel_rank, self.engines.ready
-        if rank is None and len(ready) == 1:
-            return ready[0]
         if rank is not None:
             engine = self.engines.get(rank)
             if engine is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import threading
 import time
 import warnings
@@ -13,14 +12,15 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from enginewire.client.base import EngineCoreClient, ExecutorChoice
 from enginewire.client.startup import given_up
 from enginewire.client.status import EngineStatus
 from enginewire.config import EngineConfig
-from enginewire.errors import ClientClosedError, EngineClientError, EngineDeadError, EngineGenerateError
+from enginewire.errors import ClientClosedError
 from enginewire.frontend.inputs import InputProcessor, PreparedRequest, Prompt
+from enginewire.frontend.output_handler import handle_outputs
 from enginewire.frontend.outputs import RequestOutput
 from enginewire.frontend.processor import OutputProcessor
 from enginewire.frontend.reader import Reader
@@ -32,12 +32,6 @@ from enginewire.text.tokenizer import Tokenizer
 from enginewire.wire.messages import LoRARequest
 from enginewire.wire.sampling import SamplingParams
 from enginewire.wire.stats import SchedulerStats
-
-logger = logging.getLogger(__name__)
-
-
-READERS_PER_TURN: Final = 64
-"""After so many readers were told of news, each of whom may write to a socket, the loop gets a turn: about 1 ms."""
 
 
 class AsyncLLM:
@@ -401,71 +395,10 @@ class AsyncLLM:
         """Have the output handler run on this loop. The client has refused by now if it is in use on another."""
         loop = asyncio.get_running_loop()
         if self._handler is None or self._handler.done() or self._handler.get_loop() is not loop:
-            handle = _handle_outputs(self._client, self._outputs)
+            handle = handle_outputs(self._client, self._outputs)
             self._handler = loop.create_task(handle, name="enginewire-output-handler")
             # A loop may be closed with the handler waiting in it. That is no oversight to be complained about.
             self._handler._log_destroy_pending = False  # type: ignore[attr-defined]
-
-
-async def _handle_outputs(client: EngineCoreClient, outputs: OutputProcessor) -> None:
-    """Receive for all requests until nothing more will come, and tell them why."""
-    herald = _Herald()
-    try:
-        while True:
-            message = await client.get_output_async()
-            processed = outputs.process(message, time.monotonic())
-            if processed.ready:
-                herald.announce(processed.ready)
-            if processed.to_abort:
-                await client.abort_requests_async(processed.to_abort)
-    except asyncio.CancelledError:
-        raise  # the loop ends, and with it every reader
-    except EngineDeadError as exc:
-        death = exc.death
-        _fail_all(outputs, lambda request: death.exception())
-    except ClientClosedError as exc:
-        text = str(exc)
-        _fail_all(outputs, lambda request: ClientClosedError(text))
-    except Exception as exc:
-        logger.exception("the output handler failed")
-        text = f"receiving outputs failed: {exc!r}"
-        running = _fail_all(outputs, lambda request: EngineGenerateError(text, request_id=request.request_id))
-        await client.abort_requests_async(running)
-
-
-class _Herald:
-    """Tells readers that there is something to take, in the loop's next turns: of several messages they hear once."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ready: dict[RequestState, None] = {}
-
-    def announce(self, requests: Sequence[RequestState]) -> None:
-        """Tell the readers of these requests."""
-        if not self._ready:
-            self._loop.call_soon(self._wake)
-            self._ready = dict.fromkeys(requests)
-        else:
-            self._ready.update(dict.fromkeys(requests))
-
-    def _wake(self) -> None:
-        turn = [*itertools.islice(self._ready, READERS_PER_TURN)]
-        for request in turn:
-            del self._ready[request]
-        if self._ready:
-            self._loop.call_soon(self._wake)
-        for request in turn:
-            if request.listener is not None:
-                request.listener.hear(request)
-
-
-def _fail_all(outputs: OutputProcessor, make_error: Callable[[RequestState], EngineClientError]) -> list[str]:
-    """Fail every request with an error of its own: a shared one would collect everybody's traceback."""
-    running: list[str] = []
-    for request in outputs.requests:
-        running += outputs.fail(request, make_error(request))
-        request.wake()
-    return running
 
 
 def _dropped(client: EngineCoreClient) -> None:

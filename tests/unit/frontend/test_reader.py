@@ -8,8 +8,8 @@ import pytest
 
 from enginewire.config import EngineConfig
 from enginewire.errors import EngineGenerateError
-from enginewire.frontend.async_llm import READERS_PER_TURN, _Herald
 from enginewire.frontend.inputs import InputProcessor
+from enginewire.frontend.output_handler import READERS_PER_TURN, Herald
 from enginewire.frontend.processor import OutputProcessor
 from enginewire.frontend.reader import Reader
 from enginewire.frontend.requests import RequestState
@@ -147,7 +147,7 @@ def test_many_readers_hear_of_news_in_turns_and_of_several_messages_once() -> No
 
         for request in bench.requests:
             request.listener = Listener()
-        herald = _Herald()
+        herald = Herald()
         herald.announce(bench.requests[:3])
         herald.announce(bench.requests)
         seen = []
