@@ -86,6 +86,23 @@ def test_a_chat_works_with_the_keyboard_alone(slow_echo: Served, open_page: Call
     assert browser.complaints() == []
 
 
+def test_what_is_sent_before_the_models_are_known_waits_for_them(
+    slow_echo: Served, open_page: Callable[[str], Browser]
+) -> None:
+    """A quick hand, or a script, sends while the page still loads: that must not be for the model ''."""
+    browser = open_page(slow_echo.url)
+    browser.wait_for("document.querySelector('#model').options.length")
+    browser.type("Hello")
+    browser.evaluate("document.querySelector('#max_tokens').value = 5")
+    browser.evaluate(
+        "document.querySelector('#model').replaceChildren(),"
+        "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', ctrlKey: true})), 0"
+    )
+    browser.wait_for(STATUS, lambda status: status.startswith("length · 5 tokens"))
+    assert browser.evaluate("document.querySelector('#model').value") == "echo"
+    assert browser.evaluate("document.querySelector('#error').hidden")
+
+
 def test_all_that_can_be_operated_has_a_name(slow_echo: Served, open_page: Callable[[str], Browser]) -> None:
     """As the accessibility tree has it: what a screen reader says."""
     browser = open_page(slow_echo.url)
@@ -119,7 +136,6 @@ def test_every_engine_has_a_line_that_fits(open_page: Callable[[str], Browser], 
     with serve("echo", "--data-parallel-size", str(num_engines), "--executor-option", "step_time_s=0.02") as served:
         browser = open_page(served.url)
         assert browser.evaluate(HEALTH) == f"{num_engines} engines ready"
-        browser.wait_for("document.querySelector('#model').options.length")  # without it nothing is sent yet
         browser.click("label[for=mode-text]")
         browser.click("#prompt")
         browser.type("Hello")
