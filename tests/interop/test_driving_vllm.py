@@ -394,6 +394,8 @@ def test_the_offline_class_takes_the_engine_over(served: DrivenVLLM) -> None:
 @pytest.fixture(scope="module")
 def server_restarted(served: DrivenVLLM) -> float:
     """A new server, where one was killed with requests running; when it was launched."""
+    if served.server.process.poll() is None:  # unless the test before has run and ended it
+        served.server.stop()
     served.start_server()
     expect_ready(f"{served.url}/ready", served.server, timeout_s=60)
     with contextlib.ExitStack() as stack:
