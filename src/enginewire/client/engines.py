@@ -23,7 +23,7 @@ from enginewire.client.status import EngineStatus
 from enginewire.errors import EngineDeath
 from enginewire.wire.capabilities import EVERYTHING, Capabilities, EngineInfo
 from enginewire.wire.codec import OutputsDecoder
-from enginewire.wire.frames import engine_identity, heads_of_outputs
+from enginewire.wire.frames import engine_identity, heads_of_answers, heads_of_outputs
 from enginewire.wire.profile import V0_25, WireProfile
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Engine:
         link.engines.append(self)
         link.sole = self if len(link.engines) == 1 else None
         link.heads |= heads_of_outputs(self.index)
+        link.answer_heads |= heads_of_answers(self.index)
         self.use_profile(V0_25)
 
     def use_profile(self, profile: WireProfile) -> None:

@@ -91,8 +91,12 @@ class Inbox:
     def sort(self, link: Link, frames: Frames) -> bool:
         """Take one message of an output socket; ``True`` if it is for the consumer, in wire form."""
         payload = frames[0]
-        if len(frames) == 1 and payload[:3] in link.heads:  # nearly always
-            return True
+        if len(frames) == 1:
+            head = payload[:3]
+            if head in link.heads:  # nearly always
+                return True
+            if head in link.answer_heads:  # nearly all others
+                return self._sort_without_outputs(link, frames)
         if len(frames) > self.config.max_frames:
             self.drop(f"a message of {len(frames)} frames; max_frames is {self.config.max_frames}")
         elif not payload:

@@ -57,6 +57,8 @@ class Link:
         """The one who uses it, if there is one only, as nearly always."""
         self.heads: frozenset[bytes] = frozenset()
         """How messages begin that are for the consumer for certain."""
+        self.answer_heads: frozenset[bytes] = frozenset()
+        """How messages begin that have no outputs, as utility answers have none."""
         self.decoders: dict[int, OutputsDecoder] = {}
         """For what each sends. Here, not with the engine: its next incarnation may speak another layout."""
         self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]

@@ -276,7 +276,9 @@ class MPClient(EngineCoreClient):
     ) -> list[Call[W]]:
         """Call a utility of every engine that is ready (C-33), or of one."""
         self._ensure_open()
-        ready = [engine for engine in self.engines.ready if engine_index in (None, engine.index)]
+        ready = self.engines.ready
+        if engine_index is not None:
+            ready = tuple(engine for engine in ready if engine.index == engine_index)
         if not ready:
             raise self._unavailable(self.engines.get(engine_index))
         calls: list[Call[W]] = []

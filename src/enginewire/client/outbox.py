@@ -55,7 +55,8 @@ class Outbox:
 
     def call(self, engine: Engine, call_id: int, method: str, args: Sequence[Any]) -> None:
         """Call a utility."""
-        args = [engine.profile.lora_of(arg) if isinstance(arg, LoRARequest) else arg for arg in args]
+        if args:
+            args = [engine.profile.lora_of(arg) if isinstance(arg, LoRARequest) else arg for arg in args]
         message = (self._client_index, call_id, method, args)
         self._send(engine, UTILITY, message, self._encoder.encode(message))
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from enginewire.client.base import ExecutorChoice
 from enginewire.client.mp import MPClient
 from enginewire.client.sync_receiver import SyncReceiver
@@ -16,19 +18,16 @@ from enginewire.errors import EngineClientError, UtilityTimeoutError
 from enginewire.wire.messages import EngineCoreOutputs, EngineCoreRequest
 
 
-class Answer:
+class Answer(Struct):
     """What a utility's caller waits for.
 
     Less than a ``concurrent.futures.Future``, which costs a fifth of a call: nobody waits on this itself, as whoever
     waits receives.
     """
 
-    __slots__ = ("_exception", "_is_done", "_result")
-
-    def __init__(self) -> None:
-        self._is_done = False
-        self._result: Any = None
-        self._exception: BaseException | None = None
+    _is_done: bool = False
+    _result: Any = None
+    _exception: BaseException | None = None
 
     def done(self) -> bool:
         """Whether it is there."""

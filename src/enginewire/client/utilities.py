@@ -6,10 +6,10 @@ import concurrent.futures
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeGuard, TypeVar
+
+from msgspec import Struct
 
 from enginewire.errors import DecodeError, UtilityCallError
 from enginewire.wire.messages import UtilityOutput, utility_result
@@ -28,8 +28,7 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
-@dataclass(slots=True)  # not frozen: that makes it three times as slow to make
-class Call(Generic[W]):
+class Call(Struct, Generic[W]):
     """One utility call to one engine."""
 
     call_id: int
@@ -43,14 +42,13 @@ class UtilityCalls:
 
     Call ids begin at random, so that the answers to a frontend that was here before fit nobody.
 
-    The lock guards one invariant: a waiter is in the map only while the registry is open, so that whoever closes it
-    fails every waiter there will ever be.
+    Used by several threads without a lock: a call is taken out of the map in one step, so that one of those who want to
+    end it does, and it is filed before it is asked whether the registry is closed, so that either whoever closes it
+    finds the call, or the caller sees that it is closed.
     """
 
     def __init__(self, *, allow_pickle: bool = False) -> None:
         self._allow_pickle = allow_pickle
-        # Reentrant: the garbage collector may shut another part of the client down in the middle of a call.
-        self._lock = threading.RLock()
         self._ids = itertools.count(int.from_bytes(os.urandom(7), "big"))
         self._pending: dict[int, Call[Any]] = {}
         self._closed: Callable[[], BaseException] | None = None
@@ -64,27 +62,21 @@ class UtilityCalls:
         Raises:
             EngineDeadError, ClientClosedError: the registry is closed; nothing was filed.
         """
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed()
-            call = Call(next(self._ids), method, engine_index, waiter)
-            self._pending[call.call_id] = call
+        call = Call(next(self._ids), method, engine_index, waiter)
+        self._pending[call.call_id] = call
+        if self._closed is not None:
+            self.forget(call.call_id)
+            raise self._closed()
         return call
 
     def forget(self, call_id: int) -> None:
         """Undo :meth:`start`: failed to send, timed out, cancelled, or simply done. Idempotent."""
-        with self._lock:
-            self._pending.pop(call_id, None)
+        self._pending.pop(call_id, None)
 
     def finish(self, output: UtilityOutput, engine_index: int = 0) -> None:
         """Resolve the call that ``output`` answers. An answer nobody waits for is dropped (C-31)."""
-        with self._lock:
-            call = self._pending.get(output.call_id)
-            if call is not None and call.engine_index == engine_index:
-                del self._pending[output.call_id]
-            else:
-                call = None
-        if call is None:
+        call = self._pending.get(output.call_id)
+        if call is None or call.engine_index != engine_index or self._pending.pop(output.call_id, None) is None:
             logger.warning("dropped a utility answer for no waiting call: call_id=%s", output.call_id)
         elif output.failure_message is not None:
             fail(call.waiter, _error(call, output.failure_message))
@@ -96,8 +88,7 @@ class UtilityCalls:
 
     def are_for(self, engine_index: int) -> bool:
         """Whether calls to an engine are in flight."""
-        with self._lock:
-            return any(call.engine_index == engine_index for call in self._pending.values())
+        return any(call.engine_index == engine_index for call in list(self._pending.values()))
 
     def engine_lost(self, engine_index: int, cause: str) -> None:
         """Fail the calls in flight to one engine; new ones are welcome."""
@@ -106,22 +97,17 @@ class UtilityCalls:
     def _fail_pending(
         self, make_exception: Callable[[Call[Any]], BaseException], engine_index: int | None = None
     ) -> None:
-        with self._lock:
-            calls = [call for call in self._pending.values() if engine_index in (None, call.engine_index)]
-            for call in calls:
-                del self._pending[call.call_id]
-        for call in calls:
-            fail(call.waiter, make_exception(call))
+        for call in list(self._pending.values()):
+            if engine_index in (None, call.engine_index) and self._pending.pop(call.call_id, None) is not None:
+                fail(call.waiter, make_exception(call))
 
     def forget_all(self) -> None:
         """Drop the calls in flight without a word: their callers are gone."""
-        with self._lock:
-            self._pending.clear()
+        self._pending.clear()
 
     def close(self, make_exception: Callable[[], BaseException]) -> None:
         """Fail the calls in flight and every later one. The first cause stays."""
-        with self._lock:
-            closed = self._closed = self._closed or make_exception
+        closed = self._closed = self._closed or make_exception
         self._fail_pending(lambda _: closed())
 
 

@@ -84,6 +84,11 @@ def heads_of_outputs(engine_index: int) -> frozenset[bytes]:
     return frozenset(bytes((array, engine_index, first)) for array in (0x98, 0x99) for first in list_headers)
 
 
+def heads_of_answers(engine_index: int) -> frozenset[bytes]:
+    """Return how nearly all utility answers of an engine begin: like outputs, but with the header of an empty list."""
+    return frozenset(bytes((array, engine_index, 0x90)) for array in (0x98, 0x99) if engine_index <= 0x7F)
+
+
 def sender_of(payload: Buffer) -> int | None:
     """Return the ``engine_index`` of an EngineCoreOutputs payload without decoding it; ``None`` if it is none.
 

@@ -22,7 +22,7 @@ encode = MsgpackEncoder().encode
 
 def fake_link() -> Any:
     """Make what an inbox needs of a link."""
-    return SimpleNamespace(engines=[], sole=None, heads=frozenset(), decoders={})
+    return SimpleNamespace(engines=[], sole=None, heads=frozenset(), answer_heads=frozenset(), decoders={})
 
 
 class Correspondence:

@@ -10,6 +10,7 @@ from enginewire.wire.frames import (
     describe_identity,
     engine_identity,
     engine_index_of,
+    heads_of_answers,
     heads_of_outputs,
     is_death_marker,
     may_hold_utility_output,
@@ -86,6 +87,8 @@ def test_what_begins_like_outputs_has_some(index: int) -> None:
         assert (head in heads) is (count > 0 and index < 128)
     answer = EngineCoreOutputs(index, utility_output=utility_output(1, None))
     assert msgspec.msgpack.encode(answer)[:3] not in heads
+    assert (msgspec.msgpack.encode(answer)[:3] in heads_of_answers(index)) is (index < 128)
+    assert not heads & heads_of_answers(index)
     assert ENGINE_CORE_DEAD[:3] not in heads
 
 
