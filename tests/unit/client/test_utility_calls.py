@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -178,6 +179,31 @@ def test_death_fails_each_with_an_exception_of_its_own_and_the_first_cause_stays
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         calls.start("m", make_future())
     assert len(calls) == 0
+
+
+def test_a_call_that_starts_while_the_client_is_closed_is_failed_or_refused() -> None:
+    """C-32: by another thread, at any moment."""
+    for _ in range(100):
+        calls, filed = UtilityCalls(), list[Future]()
+        is_started = threading.Event()
+
+        def start(
+            calls: UtilityCalls = calls, filed: list[Future] = filed, begun: threading.Event = is_started
+        ) -> None:
+            with pytest.raises(ClientClosedError):
+                while True:
+                    waiter: Future = concurrent.futures.Future()
+                    calls.start("m", waiter)
+                    filed.append(waiter)
+                    begun.set()
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            done = pool.submit(start)
+            assert is_started.wait(10)
+            calls.close(lambda: ClientClosedError("closed"))
+            done.result(10)
+        assert all(waiter.done() for waiter in filed)
+        assert len(calls) == 0
 
 
 def test_the_loss_of_an_engine_fails_its_calls_and_nobody_elses(make_future: Callable[[], Future]) -> None:
