@@ -183,7 +183,7 @@ def test_death_fails_each_with_an_exception_of_its_own_and_the_first_cause_stays
 
 def test_a_call_that_starts_while_the_client_is_closed_is_failed_or_refused() -> None:
     """C-32: by another thread, at any moment."""
-    for _ in range(100):
+    for _ in range(20):
         calls, filed = UtilityCalls(), list[Future]()
         is_started = threading.Event()
 
