@@ -220,7 +220,8 @@ class Scheduler:
     def _input(self, adds: list[EngineCoreRequest], num_steps: int, *, with_stats: bool = False) -> StepInput:
         self._last_input += 1
         self._num_told = num_steps
-        return StepInput(self.take_aborts(), adds, num_steps, with_stats, self._last_input)
+        hold_s = self.delivery_interval_s if self.num_steps > 1 else 0.0
+        return StepInput(self.take_aborts(), adds, num_steps, with_stats, self._last_input, hold_s)
 
     def _is_report_due(self) -> bool:
         counts, now = (len(self._running), len(self._waiting)), time.monotonic()
@@ -235,7 +236,7 @@ class Scheduler:
         Outputs of requests that were aborted meanwhile are dropped. The executor's output objects are used as they
         are: completed, cut where a stop rule says so, and passed on.
         """
-        self.step_counter += 1
+        self.step_counter += result.num_steps
         self._seen_input, self._goes_on = min(result.number, self._last_input), result.goes_on
         by_client: dict[int, list[EngineCoreOutput]] = {}
         running = self._running

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import Final
 
 from msgspec import Struct, field
 
+from enginewire.engine.admission import Request
 from enginewire.engine.executor import Executor, ExecutorStats
 from enginewire.engine.spec import describe
 from enginewire.errors import INTERNAL_PREFIX, INVALID_REQUEST_PREFIX, InvalidRequestError
@@ -28,6 +30,7 @@ class StepInput(Struct, array_like=True):
         num_steps: how many steps to make, unless it is told more before their end; 0: only do the above.
         with_stats: whether to report statistics.
         number: inputs are counted from 1.
+        hold_s: how long what nobody waits for may be held; the steps that bring it are not among the ``num_steps``.
     """
 
     aborts: list[str]
@@ -35,17 +38,19 @@ class StepInput(Struct, array_like=True):
     num_steps: int
     with_stats: bool
     number: int = 0
+    hold_s: float = 0.0
 
 
 class StepOutput(Struct, array_like=True):
-    """What came of a step.
+    """What came of a step, and of those before it of which nothing was told.
 
     Attributes:
-        outputs: ERROR outputs for requests that were not taken in, then the step's own.
+        outputs: ERROR outputs for requests that were not taken in, and at most one of each other request.
         has_unfinished: whether the executor has anything left to do.
         stats: if asked for.
         number: of the last input that was taken in before the step.
         goes_on: the next step is being made, without having been told anything.
+        num_steps: of how many steps this is.
     """
 
     outputs: list[EngineCoreOutput] = field(default_factory=list)
@@ -53,6 +58,7 @@ class StepOutput(Struct, array_like=True):
     stats: ExecutorStats | None = None
     number: int = EVERYTHING
     goes_on: bool = False
+    num_steps: int = 1
 
 
 def run_step(executor: Executor, step_input: StepInput) -> StepOutput:
@@ -70,13 +76,24 @@ class Steps:
     """Steps of an executor whose inputs may come at any time: each step takes in what has come before it.
 
     So the executor need not wait for an answer to each result: it is told to make more steps than one, and told again
-    before it has made them.
+    before it has made them. Nor does it tell of every step: whoever is told takes the processor from the next one, so
+    tokens that nobody waits for are held for a while (decision 4).
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._failed: list[EngineCoreOutput] = []
+        self._outputs: dict[str, EngineCoreOutput] = {}
+        """By request, what no result has told yet."""
+        self._patient: dict[str, Request] = {}
+        """Requests whose tokens may be held."""
         self._num_left = 0
+        self._num_made = 0
+        """Steps since the last result."""
+        self._hold_s = 0.0
+        self._next_result = 0.0
+        """When what is held has been held for long enough."""
+        self._is_awaited = False
+        """The next result is: it says that an input was taken in."""
         self._with_stats = False
         self._number = 0
         self.is_due = False
@@ -84,23 +101,59 @@ class Steps:
 
     def take(self, step_input: StepInput) -> None:
         """Take in an input. The last one says how many steps to make."""
-        self._failed += _take_in(self._executor, step_input)
-        self._num_left = step_input.num_steps
+        for request_id in step_input.aborts:
+            self._patient.pop(request_id, None)
+            self._outputs.pop(request_id, None)
+        for added in step_input.adds:
+            request = Request(added, self._executor.capacity.max_model_len)
+            if request.can_wait:
+                self._patient[added.request_id] = request
+        self._keep(_take_in(self._executor, step_input))
+        if step_input.aborts or step_input.adds or not step_input.num_steps:
+            self._is_awaited = True
+        self._num_left, self._hold_s = step_input.num_steps, step_input.hold_s
         self._with_stats = self._with_stats or step_input.with_stats
         self._number = step_input.number
         self.is_due = True
 
-    def make(self) -> StepOutput:
-        """Make the step that is due. What the executor raises is raised."""
-        outputs, self._failed = self._failed, []
+    def make(self) -> StepOutput | None:
+        """Make the step that is due; ``None``: what came of it is held. What the executor raises is raised."""
+        can_wait = not self._is_awaited
         if self._num_left:
-            self._num_left -= 1
-            outputs += self._executor.step()
-        has_unfinished = self._executor.has_unfinished_requests()
+            self._num_made += 1
+            can_wait = self._keep(self._executor.step()) and can_wait
+        has_unfinished, now = self._executor.has_unfinished_requests(), time.monotonic()
+        if can_wait and has_unfinished and now < self._next_result:
+            return None
+        self._next_result, self._is_awaited = now + self._hold_s, False
+        outputs, self._outputs = list(self._outputs.values()), {}
+        num_made, self._num_made = self._num_made, 0
         stats = self._executor.stats() if self._with_stats else None
         self._with_stats = False
+        self._num_left = max(0, self._num_left - 1)
         self.is_due = has_unfinished and self._num_left > 0
-        return StepOutput(outputs, has_unfinished, stats, self._number, goes_on=self.is_due)
+        return StepOutput(outputs, has_unfinished, stats, self._number, self.is_due, num_made)
+
+    def _keep(self, outputs: list[EngineCoreOutput]) -> bool:
+        """Put outputs to those that no result has told yet; return whether nobody waits for any of them.
+
+        Somebody does for a first token, for a last one, and where tokens are looked at as they come.
+        """
+        can_wait, kept, patient = True, self._outputs, self._patient
+        for output in outputs:
+            request_id, token_ids = output.request_id, output.new_token_ids
+            if (held := kept.get(request_id)) is not None:
+                output.new_token_ids = held.new_token_ids + token_ids
+            kept[request_id] = output
+            request = patient.get(request_id)
+            if request is None or request.stop_rules is None:
+                can_wait = False
+            elif request.stop_rules.advance(token_ids) is not None or output.finish_reason is not None:
+                del patient[request_id]
+                can_wait = False
+            elif request.is_new:
+                request.is_new = can_wait = False
+        return can_wait
 
 
 def _take_in(executor: Executor, step_input: StepInput) -> list[EngineCoreOutput]:

@@ -114,7 +114,8 @@ class Worker:
         try:
             while True:
                 if steps is not None and steps.is_due and not self._channel.is_readable():
-                    self._answer(STEPPED, steps.make())
+                    if (result := steps.make()) is not None:
+                        self._answer(STEPPED, result)
                     continue
                 if (message := self._channel.receive()) is None:
                     break
