@@ -135,7 +135,9 @@ class Inbox:
         try:
             if engine is None:
                 engine = self._sender(link, frames)
-            message = link.decoders[engine.index].decode(frames)
+            decoder = link.decoders[engine.index]
+            last_end = decoder.last_end
+            message = decoder.decode(frames)
         except DecodeError as exc:
             self._drop_in_doubt(link, str(exc))
             return None
@@ -153,11 +155,12 @@ class Inbox:
             message.outputs = _without_strangers(engine, message.outputs)
         if self.failover is not None:
             message.outputs = self.failover.delivered(engine, message.outputs)
-        for output in message.outputs:
-            if output.finish_reason is not None:
-                request_id = output.request_id
-                engine.live.pop(request_id, None)
-                self._engines.owners.pop(request_id, None)
+        if decoder.last_end is not last_end:
+            for output in message.outputs:
+                if output.finish_reason is not None:
+                    request_id = output.request_id
+                    engine.live.pop(request_id, None)
+                    self._engines.owners.pop(request_id, None)
         return message
 
     def _take_failures(self, failures: Failures) -> EngineCoreOutputs | None:

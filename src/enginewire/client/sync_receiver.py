@@ -74,7 +74,8 @@ class SyncReceiver:
         """The receiver's thread is to have the role; callers leave it alone."""
         self._is_asked = False
         """A caller has waited long enough to have the receiver's thread wait instead."""
-        self._num_reads = 0
+        self._has_read = False
+        """A caller has had the role since the thread last asked."""
         self._news = threading.Condition()
         """Told to those who wait while somebody else reads. Its lock guards the number of those."""
         self._num_followers = 0
@@ -138,7 +139,7 @@ class SyncReceiver:
             if not self._role.acquire(False):  # a keyword costs as much as the lock
                 return None
             self._reader = me
-            self._num_reads += 1
+            self._has_read = True
             link = self._direct
             received = None
             try:
@@ -147,10 +148,10 @@ class SyncReceiver:
                     pass
                 elif began < link.sure_until or self._is_sure(link, began):
                     frames = receive_message(link.output_socket, 0)
-                    if not self._inbox.sort(link, frames):
-                        if self._inbox.marked:
-                            self.wake()
-                    elif len(frames[0]) < SMALL_BYTES and monotonic() - began < BURST_S:
+                    payload = frames[0]
+                    if payload[:3] not in link.heads:  # rarely
+                        self._take(link, frames)
+                    elif len(payload) < SMALL_BYTES and monotonic() - began < BURST_S:
                         self.arrived.append((link, frames))
                         self._drain(link)
                     else:
@@ -200,7 +201,7 @@ class SyncReceiver:
     def _read(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
         """Read until ``is_there``; ``False``: nothing comes, or the thread is to read."""
         self._reader = get_ident()
-        self._num_reads += 1
+        self._has_read = True
         link = self._direct
         try:
             while link is not None and not self._is_wanted and self.end is None:
@@ -383,9 +384,9 @@ class SyncReceiver:
         self._is_wanted = self._is_asked = False
         self._leave()
         while True:
-            num_reads = self._num_reads
+            self._has_read = False
             has_signs = bool(self._signs.poll(DIRECT_MS))
-            are_quick = num_reads != self._num_reads and not self._is_asked
+            are_quick = self._has_read and not self._is_asked
             if has_signs or not are_quick or self._is_stopping or monotonic() >= self._next_look:
                 break
         self._enter()

@@ -212,7 +212,12 @@ class UtilityCallDecoder:
 
 
 class OutputsDecoder:
-    """Decodes what engines send, containing damage to the request or call it concerns."""
+    """Decodes what engines send, containing damage to the request or call it concerns.
+
+    Attributes:
+        last_end: another object after each output that ends a request. Looking for those among all outputs takes
+            a twelfth of a message; several threads may decode, so this is not a flag that one would reset.
+    """
 
     def __init__(self, outputs_type: type[ReceivedOutputs] = ReceivedOutputs) -> None:
         self._type = outputs_type
@@ -220,8 +225,13 @@ class OutputsDecoder:
         self._array_slots = outputs_type.OUTPUT.ARRAY_SLOTS
         # No hook for extensions: it would be called for every array of a step. Array bytes stay what they are until
         # they are read, and pickles stay bytes: no reader takes them.
-        self._decode = msgspec.msgpack.Decoder(outputs_type).decode
-        self._output = msgspec.msgpack.Decoder(self._output_type)
+        self._decode = msgspec.msgpack.Decoder(outputs_type, dec_hook=self._finish_reason).decode
+        self._output = msgspec.msgpack.Decoder(self._output_type, dec_hook=self._finish_reason)
+        self.last_end: object = None
+
+    def _finish_reason(self, _: type, value: object) -> FinishReason:
+        self.last_end = object()
+        return msgspec.convert(value, FinishReason)
 
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreOutputs:
         """Decode a message of outputs.
@@ -271,6 +281,7 @@ class OutputsDecoder:
             request_id = _first_element(raw, str)
             if request_id is None:
                 return None
+            self.last_end = object()
             reason = f"{INTERNAL_PREFIX}its output cannot be decoded: {exc}"
             length, expected = array_length(memoryview(raw)), len(self._output_type.__struct_fields__)
             if length > LONGEST_COMMON_OUTPUT and length != expected:

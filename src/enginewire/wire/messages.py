@@ -81,7 +81,11 @@ __all__ = [
 ]
 
 
-class FinishReason(IntEnum):
+class ToldOnArrival:
+    """A field of this type is read by its decoder's hook, which so hears of it without looking at every message."""
+
+
+class FinishReason(ToldOnArrival, IntEnum):
     """Why a request ended. ``str()`` gives the word that APIs use."""
 
     STOP = 0
@@ -273,6 +277,7 @@ class ReceivedOutput(EngineCoreOutput, array_like=True, gc=False):
     )
 
     if not TYPE_CHECKING:
+        finish_reason: ToldOnArrival | None = None
         new_logprobs = converted_on_read(EngineCoreOutput, "new_logprobs", logprobs_lists_from_wire)
         new_prompt_logprobs_tensors = converted_on_read(
             EngineCoreOutput, "new_prompt_logprobs_tensors", logprobs_tensors_from_wire

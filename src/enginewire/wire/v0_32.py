@@ -211,6 +211,7 @@ class ReceivedOutput(EngineCoreOutput, array_like=True, gc=False):
     )  # fmt: skip
 
     if not TYPE_CHECKING:
+        finish_reason: messages.ToldOnArrival | None = None
         new_logprobs = converted_on_read(EngineCoreOutput, "new_logprobs", arrays.logprobs_lists_from_wire)
         new_prompt_logprobs_tensors = converted_on_read(
             EngineCoreOutput, "new_prompt_logprobs_tensors", logprobs_tensors_from_wire
