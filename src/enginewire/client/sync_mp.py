@@ -93,9 +93,8 @@ class SyncMPClient(MPClient):
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         receiver, inbox = self._receiver, self.inbox
         assert receiver is not None, "it is there when the constructor returns"
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if inbox.failover is not None:
-            return self._get_in_order(receiver, deadline, timeout)
+        if inbox.failover is not None or timeout is not None:
+            return self._get_by(receiver, timeout)
         arrived = receiver.arrived
         while True:
             if arrived:
@@ -103,9 +102,9 @@ class SyncMPClient(MPClient):
                     item = arrived.popleft()
                 except IndexError:  # another consumer was faster
                     continue
-            elif timeout is not None or self._is_copy or (received := receiver.receive()) is None:
+            elif self._is_copy or (received := receiver.receive()) is None:
                 if not arrived:
-                    self._wait_for_arrival(receiver, deadline, timeout)
+                    self._wait_for_arrival(receiver, None, None)
                 continue
             else:
                 item = received
@@ -113,8 +112,12 @@ class SyncMPClient(MPClient):
             if message is not None:
                 return message
 
-    def _get_in_order(self, receiver: SyncReceiver, deadline: float | None, timeout: float | None) -> EngineCoreOutputs:
-        """Do the same where requests may move: what was delivered before a loss is known when that is taken."""
+    def _get_by(self, receiver: SyncReceiver, timeout: float | None) -> EngineCoreOutputs:
+        """Do the same under a time limit, and where requests may move.
+
+        One message at a time is taken then: what was delivered before a loss is known when that is taken.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             if not receiver.arrived:
                 self._wait_for_arrival(receiver, deadline, timeout)

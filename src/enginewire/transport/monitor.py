@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import zmq
 
+from enginewire.transport.sockets import has_message
+
 
 class Monitor:
     """Reads one socket's events. Used by one thread at a time, and read often: unread ones stop ZeroMQ's I/O thread.
@@ -25,12 +27,9 @@ class Monitor:
 
     def take(self) -> Iterator[tuple[int, int]]:
         """Yield what has happened since the last time, in order: an event, and the connection's descriptor."""
-        while not self.readable.closed:  # by whoever takes these
-            try:
-                frames = self.readable.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event, descriptor = struct.unpack("=HI", frames[0])
+        # Asked first: there is rarely anything, and to be told so by an exception takes ten times as long.
+        while not self.readable.closed and has_message(self.readable):  # closed by whoever takes these
+            event, descriptor = struct.unpack("=HI", self.readable.recv_multipart(zmq.NOBLOCK)[0])
             yield event, descriptor
 
     def close(self) -> None:
