@@ -101,7 +101,8 @@ def test_one_of_four_is_started_again_and_gets_load_again(kind: str) -> None:
         ended = {output.request_id: output.finish_reason for output in face.outputs(9)}
         assert set(ended.values()) == {FinishReason.LENGTH}
         wait_back(face, 1, rank=2)
-        assert changes == [(2, "lost"), (2, "starting"), (2, "ready")]
+        # It is told once the engine is back.
+        wait_until(lambda: changes == [(2, "lost"), (2, "starting"), (2, "ready")], PATIENCE_S, "news of all this")
         for i in range(8):
             face.add_request(request(f"later-{i}", max_tokens=10_000))
         assert [face.client.engine_index_of(f"later-{i}") for i in range(8)].count(2) == 2

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from enginewire.client.mp import MPClient
 
 DIRECT_MS: Final = 50
-"""How long a caller reads before it leaves that to the thread, and how often the thread finds out whether callers still
-do. What comes while nobody reads stays with ZeroMQ, where it takes twice the memory; a loss is told so much later."""
+"""How long a caller reads before it leaves that to the thread; a loss is told so much later. The thread finds out half
+as often whether callers still do: what comes while nobody reads stays with ZeroMQ, where it takes twice the memory."""
 
 SURE_S: Final = RECONNECT_S - DIRECT_MS / 1000
 """How long after a look at a link's connections a caller may begin to read: what it gets then comes before its engine
@@ -74,8 +74,7 @@ class SyncReceiver:
         """The receiver's thread is to have the role; callers leave it alone."""
         self._is_asked = False
         """A caller has waited long enough to have the receiver's thread wait instead."""
-        self._has_read = False
-        """A caller has had the role since the thread last asked."""
+        self._has_read = False  # a caller has, since the thread last asked
         self._news = threading.Condition()
         """Told to those who wait while somebody else reads. Its lock guards the number of those."""
         self._num_followers = 0
@@ -385,7 +384,7 @@ class SyncReceiver:
         self._leave()
         while True:
             self._has_read = False
-            has_signs = bool(self._signs.poll(DIRECT_MS))
+            has_signs = bool(self._signs.poll(2 * DIRECT_MS))
             are_quick = self._has_read and not self._is_asked
             if has_signs or not are_quick or self._is_stopping or monotonic() >= self._next_look:
                 break

@@ -231,7 +231,10 @@ class OutputsDecoder:
 
     def _finish_reason(self, _: type, value: object) -> FinishReason:
         self.last_end = object()
-        return msgspec.convert(value, FinishReason)
+        try:
+            return msgspec.convert(value, FinishReason)
+        except msgspec.ValidationError as exc:
+            raise ValueError(str(exc)) from exc  # to which msgspec adds where it is
 
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreOutputs:
         """Decode a message of outputs.

@@ -82,7 +82,7 @@ __all__ = [
 
 
 class ToldOnArrival:
-    """A field of this type is read by its decoder's hook, which so hears of it without looking at every message."""
+    """What msgspec hands to a decoder's hook, which so hears of it without looking at every output of every step."""
 
 
 class FinishReason(ToldOnArrival, IntEnum):

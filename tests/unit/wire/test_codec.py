@@ -14,6 +14,7 @@ import pytest
 from msgspec.msgpack import Ext
 
 from enginewire.errors import DecodeError, EncodeError
+from enginewire.wire import v0_32
 from enginewire.wire.arrays import LogprobsLists, LogprobsTensors, Tensor
 from enginewire.wire.codec import (
     MsgpackDecoder,
@@ -32,6 +33,7 @@ from enginewire.wire.messages import (
     MultiModalFeatureSpec,
     PlaceholderRange,
     ReceivedOutput,
+    ReceivedOutputs,
     SchedulerStats,
     UtilityCall,
     utility_output,
@@ -203,6 +205,36 @@ def test_a_malformed_output_is_an_error_of_its_request_alone(bad: object, caplog
     assert (error.request_id, error.new_token_ids, error.finish_reason) == ("bad", [], FinishReason.ERROR)
     assert str(error.stop_reason).startswith("internal: its output cannot be decoded: ")
     assert "engine_index=0: damaged outputs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("last", "is_told"),
+    [
+        (["b", [2]], False),
+        (["b", [2], *[None] * 9], False),
+        (["b", [2], None, None, None, 0], True),
+        (["b", [], None, None, None, 3, "internal: x"], True),
+        (["b", ["damaged"]], True),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("outputs_type", [ReceivedOutputs, v0_32.ReceivedOutputs])
+def test_a_decoder_tells_of_every_message_that_ends_a_request(
+    last: list[object], is_told: bool, outputs_type: type[ReceivedOutputs]
+) -> None:
+    """Whoever keeps track of live requests looks into no other message."""
+    decoder = OutputsDecoder(outputs_type)
+    for _ in range(3):
+        before = decoder.last_end
+        message = decoder.decode([pack([0, [["a", [1]], last]])])
+        assert (decoder.last_end is not before) is is_told
+        assert [output.finished for output in message.outputs] == [False, is_told]
+
+
+@pytest.mark.parametrize("bad", [7, -1, "x", True, 1.0, [1]], ids=repr)
+def test_a_malformed_finish_reason_says_where_it_is(bad: object) -> None:
+    (output,) = decode_outputs(["a", [7], None, None, None, bad]).outputs
+    assert str(output.stop_reason).endswith("`$[5]`")
 
 
 @pytest.mark.parametrize("bad", [5, None, [], [5, [7]], {"a": 1}], ids=repr)
