@@ -182,7 +182,7 @@ class SyncReceiver:
         try:
             while not is_there():
                 is_tired = False
-                if not self._is_wanted and self._role.acquire(blocking=False):
+                if not self._is_wanted and self._role.acquire(False):
                     has_come = self._read(is_there, deadline)
                     self._leave()
                     if has_come:
@@ -250,7 +250,8 @@ class SyncReceiver:
     def _leave(self) -> None:
         self._reader = None
         self._role.release()
-        self._tell_followers()
+        if self._num_followers:
+            self._tell_followers()
 
     def _tell_followers(self) -> None:
         if self._num_followers:
