@@ -10,7 +10,7 @@ import zmq
 
 from enginewire.client.engines import Engine
 from enginewire.config import EngineConfig
-from enginewire.transport.sockets import send_message
+from enginewire.transport.sockets import send_message, send_small
 from enginewire.wire.codec import MsgpackEncoder
 from enginewire.wire.frames import ABORT, ADD, UTILITY, Buffer
 from enginewire.wire.messages import EngineCoreRequest, LoRARequest
@@ -68,9 +68,12 @@ class Outbox:
         """
         if self.pending:
             self.release_sent()
-        trackers = send_message(engine.link.input_socket, (engine.identity, request_type, frames[0]), frames[1:])
-        if trackers:
-            self.pending.extend((tracker, message) for tracker in trackers)
+        socket = engine.link.input_socket
+        if len(frames) == 1:
+            send_small(socket, engine.identity, request_type, frames[0])
+            return
+        for tracker in send_message(socket, (engine.identity, request_type, frames[0]), frames[1:]):
+            self.pending.append((tracker, message))
 
     def release_sent(self) -> None:
         """Let go of messages that ZeroMQ is done with."""
