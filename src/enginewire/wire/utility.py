@@ -10,7 +10,6 @@ from msgspec.msgpack import Ext
 from enginewire.errors import DecodeError
 from enginewire.wire.extensions import PICKLE_CODES, PICKLE_REFUSED, unpickled
 
-
 _MAY_HOLD_PICKLES: Final = frozenset((list, dict, Ext))
 """As msgpack has them, which makes no subclasses: ``isinstance`` with three takes as long as the rest of a result."""
 
