@@ -10,10 +10,12 @@
 - ``llama.cpp``: its HTTP server as ``xllamacpp`` brings it, same model file, as many slots as requests, as many threads
   as the others; streams like ``server``. ``benchmarks/setup_llama.sh`` makes the environment.
 
-Each is a process (``llm_contestants.py``). They take turns within a round, so that what else the machine does hits all;
-each round has new prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row
-``tokens per CPU s`` has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is
-what to look at where the machine is busy with other things.
+Each is a process (``llm_contestants.py``). They take turns within a round, so that what else the machine does hits all:
+those that are compared most closely one right after the other, in one order and then in the other. A full run starts
+all of them three times: over a dozen rounds, two processes of the same loop were 2 to 7 % apart. Each round has new
+prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row ``tokens per CPU s``
+has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is what to look at where
+the machine is busy with other things.
 
 ``ready`` is from starting the process to its first token. In rows about a long prompt, the column ``bare OpenVINO`` is
 what bounds ours: the longest step.
@@ -116,7 +118,7 @@ class Contestant:
 
 
 class Lineup:
-    """The contestants of a run, by name."""
+    """The contestants of a run, by name. They end with ``stack``."""
 
     def __init__(self, pythons: dict[str, Path], stack: ExitStack) -> None:
         self._pythons = pythons
@@ -137,12 +139,6 @@ class Lineup:
             if name == "LLM":
                 self._settings["scheduler"] = contestant.call("scheduler")
 
-    def time_start(self, name: str) -> float:
-        """Start another one, and end it; return the seconds until it had made a token."""
-        contestant = self._start(name)
-        contestant.close()
-        return contestant.ready_s
-
     def _start(self, name: str) -> Contestant:
         return Contestant(name, self._pythons[name], self._settings)
 
@@ -154,7 +150,7 @@ def random_prompts(rng: random.Random, count: int, length: int) -> list[list[int
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured; ``tokens`` by batch size, ``rounds`` by contestant.
+    """How much is measured; ``tokens`` by batch size, rounds of each start of the contestants.
 
     A quick run has llama.cpp in small batches only: 64 requests would take it half of the whole run's time.
     """
@@ -164,7 +160,7 @@ class Plan:
     tokens: dict[int, int]
     rounds: int
     peer_rounds: int
-    more_starts: int
+    starts: int
     aborts: int
 
     def rounds_of(self, name: str, batch: int) -> int:
@@ -174,12 +170,12 @@ class Plan:
         return self.peer_rounds if name in PEERS else self.rounds
 
 
-FULL = Plan(False, 32, {1: 128, 16: 64, 64: 64}, rounds=7, peer_rounds=3, more_starts=2, aborts=10)
-QUICK = Plan(True, 16, {1: 48, 16: 16, 64: 8}, rounds=2, peer_rounds=1, more_starts=0, aborts=2)
+FULL = Plan(False, 32, {1: 128, 16: 64, 64: 64}, rounds=5, peer_rounds=1, starts=3, aborts=10)
+QUICK = Plan(True, 16, {1: 48, 16: 16, 64: 8}, rounds=2, peer_rounds=1, starts=1, aborts=2)
 
 
 def measure_batch(suite: Suite, lineup: Lineup, batch: int, plan: Plan, rng: random.Random) -> None:
-    """Run rounds of one batch size; who is first changes."""
+    """Run rounds of one batch size, the peers last: they take so long that the others would be far apart."""
     tokens = plan.tokens.get(batch, 32)
     rounds = {name: count for name in lineup.here if (count := plan.rounds_of(name, batch))}
     what = f"{batch} request{'s' * (batch > 1)}"
@@ -190,9 +186,10 @@ def measure_batch(suite: Suite, lineup: Lineup, batch: int, plan: Plan, rng: ran
         contestant.settle()
     idle_share = 0.0
     for index in range(max(rounds.values())):
-        names = [name for name, count in rounds.items() if index < count]
+        own = [name for name in rounds if name not in PEERS]
+        peers = [name for name, count in rounds.items() if name in PEERS and index < count]
         prompts = random_prompts(rng, batch, plan.prompt_tokens)
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        for name in [*(reversed(own) if index % 2 else own), *peers]:
             contestant = lineup.here[name]
             others = [other for other in lineup.here.values() if other is not contestant]
             cpu, idle_cpu = contestant.cpu_s(), sum(other.cpu_s() for other in others)
@@ -245,17 +242,16 @@ def main() -> None:
 
     rng = random.Random(SEED)
     suite = Suite("llm", BASES)
-    with ExitStack() as stack:
-        lineup = Lineup(pythons, stack)
-        lineup.start_all()
-        for name, contestant in lineup.here.items():
-            suite.add("ready, s", name, contestant.ready_s, lower_is_better=True)
-        for _ in range(plan.more_starts):
-            for name in [name for name in pythons if name != "vLLM"]:  # a minute each
-                suite.add("ready, s", name, lineup.time_start(name), lower_is_better=True)
-        for batch in arguments.batches:
-            measure_batch(suite, lineup, batch, plan, rng)
-        measure_long_prompt(suite, lineup, plan.aborts, rng)
+    for start in range(plan.starts):
+        with ExitStack() as stack:
+            lineup = Lineup(pythons, stack)
+            lineup.start_all()
+            for name, contestant in lineup.here.items():
+                suite.add("ready, s", name, contestant.ready_s, lower_is_better=True)
+            for batch in arguments.batches:
+                measure_batch(suite, lineup, batch, plan, rng)
+            if start == plan.starts - 1:
+                measure_long_prompt(suite, lineup, plan.aborts, rng)
     finish(suite, arguments)
 
 
