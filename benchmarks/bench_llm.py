@@ -13,9 +13,9 @@
 Each is a process (``llm_contestants.py``). They take turns within a round, so that what else the machine does hits all:
 those that are compared most closely one right after the other, in one order and then in the other. A full run starts
 all of them three times: over a dozen rounds, two processes of the same loop were 2 to 7 % apart. Each round has new
-prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row ``tokens per CPU s``
-has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is what to look at where
-the machine is busy with other things.
+prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row ``tokens per CPU
+s`` has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is what to look at
+where the machine is busy with other things.
 
 ``ready`` is from starting the process to its first token. In rows about a long prompt, the column ``bare OpenVINO`` is
 what bounds ours: the longest step.
