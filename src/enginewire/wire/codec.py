@@ -42,6 +42,9 @@ MIN_REQUEST_ELEMENTS: Final = 9
 LONGEST_COMMON_OUTPUT: Final = 9
 """So many elements of an EngineCoreOutput mean the same in every version."""
 
+_FINISH_REASONS: Final = {int(reason): reason for reason in FinishReason}
+"""A request that ends would otherwise pay a hundredth of its way for having its reason converted."""
+
 NOT_DECODABLE: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, IndexError)
 """What bytes that are not a message make of msgspec; ``IndexError``: there are no frames, or too few elements."""
 
@@ -231,6 +234,8 @@ class OutputsDecoder:
 
     def _finish_reason(self, _: type, value: object) -> FinishReason:
         self.last_end = object()
+        if type(value) is int and (reason := _FINISH_REASONS.get(value)) is not None:
+            return reason
         try:
             return msgspec.convert(value, FinishReason)
         except msgspec.ValidationError as exc:
