@@ -41,8 +41,9 @@ BURST_S: Final = 30e-6
 """A message that had to be waited for longer than this is handed over alone and at once: finding out that nothing
 follows it would cost a tenth of the latency of a call. Sooner than that, more are likely to be there."""
 
-SMALL_BYTES: Final = 512
-"""What is shorter is taken in bursts: making it take turns with decoding, under the role, costs a quarter of it."""
+BURST_BYTES: Final = 24_000
+"""What a caller takes at once, with the role: to take turns with decoding, message by message, costs a quarter of a
+small one and a twentieth of one of 64 outputs; and what was taken is decoded from the processor's cache."""
 
 JOIN_S: Final = 5.0
 
@@ -150,9 +151,9 @@ class SyncReceiver:
                     payload = frames[0]
                     if len(frames) > 1 or payload[:3] not in link.heads:  # rarely
                         self._take(link, frames)
-                    elif len(payload) < SMALL_BYTES and monotonic() - began < BURST_S:
+                    elif (more := BURST_BYTES // len(payload) - 1) > 0 and monotonic() - began < BURST_S:
                         self.arrived.append((link, frames))
-                        self._drain(link)
+                        self._drain(link, min(BATCH, more))
                     else:
                         received = link, frames
             except zmq.Again:
