@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -110,6 +111,7 @@ def main() -> int:
     vllm = None if arguments.no_vllm or not arguments.vllm.exists() else arguments.vllm
     if vllm is None:
         print("Without the peer's columns: give --vllm PYTHON, or let `make interop` make an environment.", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and with it the suite that runs
     if arguments.check:
         return check(suites, vllm)
     return 1 if measure_all(suites, FRESH, quick=arguments.quick, vllm=vllm) else 0

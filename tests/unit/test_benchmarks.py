@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from enginewire.testing import wait_until
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -64,3 +68,18 @@ def test_a_ratio_below_half_of_the_committed_one_falls_short(
     compared, short = run.shortfalls("client", tmp_path)
     assert compared == 1
     assert short == [f"client: row, ours against theirs: {each}" for each in expected]
+
+
+def test_a_benchmark_that_is_ended_leaves_nothing_running() -> None:
+    """What went on would take the processors from the next measurement."""
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "client", "--quick", "--no-vllm"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        runner = psutil.Process(process.pid)
+        wait_until(
+            lambda: len(runner.children(recursive=True)) > 3, 30, "contestants beside the suite and the fake engine"
+        )
+        family = runner.children(recursive=True)
+        process.terminate()
+        assert process.wait(30) == 1
+    _, left = psutil.wait_procs(family, 30)
+    assert left == []
