@@ -240,9 +240,9 @@ def main() -> None:
     lines = [
         "# Results",
         "",
-        "The last published figures, made by `make bench` and `make bench-publish`. A cell is the median of the rounds,",
-        "their smallest and largest, and how many times better (×) it is than the columns it is compared with. All",
-        "columns of a table ran in turns; a suite may have been run again since another was. Absolute figures belong",
+        "The last published figures, made by `make bench` and `make bench-publish`. A cell is the median of the",
+        "rounds, their smallest and largest, and how many times better (×) it is than the columns it is compared with.",
+        "All columns of a table ran in turns; a suite may have been run again since another was. Absolute figures belong",
         "to one shared machine and one day: read the ratios.",
         "",
         "## Targets",
