@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from enginewire.errors import DecodeError
 from enginewire.recorder.entry import Entry, decode_schemaless
 from enginewire.recorder.kinds import COORDINATOR_READY, SUBSCRIPTIONS, engine_of_group, payload_of, type_of
@@ -21,6 +19,7 @@ from enginewire.recorder.naming import Namer
 from enginewire.wire.codec import (
     NOT_DECODABLE,
     MsgpackDecoder,
+    OutputsDecoder,
     RequestDecoder,
     UtilityCallDecoder,
     array_length,
@@ -185,8 +184,8 @@ def _check_for(type_: str, profile: WireProfile) -> Callable[[Sequence[bytes]], 
         case "UTILITY":
             return UtilityCallDecoder().decode
         case "OUTPUTS" | "UTILITY_OUTPUT" | "REPORT":
-            decoder = msgspec.msgpack.Decoder(profile.received_outputs)
-            return lambda payload: decoder.decode(payload[0])
+            decoder = OutputsDecoder(profile.received_outputs)
+            return lambda payload: decoder.decode_sound(payload[0])
         case "HELLO" | "READY" | "INIT":
             return MsgpackDecoder(_LAYOUTS[type_](profile)).decode
     return None

@@ -241,6 +241,10 @@ class OutputsDecoder:
         except msgspec.ValidationError as exc:
             raise ValueError(str(exc)) from exc  # to which msgspec adds where it is
 
+    def decode_sound(self, payload: Buffer) -> EngineCoreOutputs:
+        """Decode the first frame of a message, of which nothing may be damaged. Raises what ``NOT_DECODABLE`` names."""
+        return self._decode(payload)
+
     def decode(self, frames: Sequence[Buffer]) -> EngineCoreOutputs:
         """Decode a message of outputs.
 
