@@ -251,8 +251,7 @@ class SyncReceiver:
     def _leave(self) -> None:
         self._reader = None
         self._role.release()
-        if self._num_followers:
-            self._tell_followers()
+        self._tell_followers()
 
     def _tell_followers(self) -> None:
         if self._num_followers:

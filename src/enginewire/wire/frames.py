@@ -78,15 +78,18 @@ def heads_of_outputs(engine_index: int) -> frozenset[bytes]:
     Those are the header of an array of 8 or 9, ``engine_index`` as one byte, and the header of a list that is not
     empty. What begins so is no utility answer and no death marker; what does not may still have outputs.
     """
-    if engine_index > 0x7F:
-        return frozenset()
-    list_headers = (*range(0x91, 0xA0), 0xDC, 0xDD)
-    return frozenset(bytes((array, engine_index, first)) for array in (0x98, 0x99) for first in list_headers)
+    return _heads(engine_index, (*range(0x91, 0xA0), 0xDC, 0xDD))
 
 
 def heads_of_answers(engine_index: int) -> frozenset[bytes]:
     """Return how nearly all utility answers of an engine begin: like outputs, but with the header of an empty list."""
-    return frozenset(bytes((array, engine_index, 0x90)) for array in (0x98, 0x99) if engine_index <= 0x7F)
+    return _heads(engine_index, (0x90,))
+
+
+def _heads(engine_index: int, list_headers: Sequence[int]) -> frozenset[bytes]:
+    if engine_index > 0x7F:  # that takes more than a byte
+        return frozenset()
+    return frozenset(bytes((array, engine_index, first)) for array in (0x98, 0x99) for first in list_headers)
 
 
 def sender_of(payload: Buffer) -> int | None:
