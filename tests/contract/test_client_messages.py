@@ -25,6 +25,8 @@ from client_harness import (
     mp_client,
     output,
     request,
+    status_of,
+    wait_state,
 )
 from enginewire import EngineCoreOutputs, EngineDeadError, FinishReason, UtilityCallError
 from enginewire.errors import DuplicateRequestIdError, EncodeError
@@ -244,8 +246,10 @@ def test_an_engine_that_says_ready_again_is_registered_anew_and_what_it_forgot_f
     assert str(failed["a"].stop_reason).startswith("engine_lost: engine 0: ")
     with pytest.raises(UtilityCallError, match="the engine was lost meanwhile"):
         call.result(PATIENCE_S)
-    wait_until(lambda: face.client.config.num_gpu_blocks == 55, PATIENCE_S, "its being taken back")
+    wait_until(lambda: face.client.config.num_gpu_blocks == 55, PATIENCE_S, "its being registered")
+    wait_state(face, "ready")
     assert "it says ready again" in caplog.text
+    assert status_of(face).num_deaths == 1
     assert_serves(face, engine, "a")
 
 

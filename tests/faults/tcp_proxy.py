@@ -64,7 +64,11 @@ class TcpProxy:
 
     def _accept(self) -> None:
         near, _ = self._listener.accept()
-        far = socket.create_connection(self._target)
+        try:
+            far = socket.create_connection(self._target)
+        except OSError:  # nobody listens there any longer, as whoever tries to connect is to see
+            near.close()
+            return
         for one, other in ((near, far), (far, near)):
             self._peers[one] = other
             self._selector.register(one, selectors.EVENT_READ)

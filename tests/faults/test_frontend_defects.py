@@ -70,6 +70,19 @@ def assert_serves(face: Face, engine: RawEngine, request_id: str = "proof") -> N
     assert call.result(PATIENCE_S) is False
 
 
+def answer_pings_until_ready(face: Face, engine: RawEngine) -> None:
+    """Have an engine that is back show that it is there."""
+
+    def is_ready() -> bool:
+        while engine.input.poll(0):
+            kind, payload = receive(engine.input)
+            if kind == UTILITY:
+                engine.answer(unpack(payload), False)
+        return is_serving(face)
+
+    wait_until(is_ready, PATIENCE_S, "return")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_that_wait_when_the_engine_goes_are_failed_and_new_ones_refused(kind: str) -> None:
     """Defect 16: the reference's callers wait for ever."""
@@ -201,6 +214,7 @@ def test_ready_responses_of_strangers_and_repeated_ones_do_not_end_start_up(kind
         try:
             thread.join()
             wait_until(lambda: face.config.max_model_len == 256, PATIENCE_S, "the second response's turn")
+            answer_pings_until_ready(face, engine)  # if it was read after start-up
             assert_serves(face, engine)
         finally:
             face.close()
@@ -233,6 +247,78 @@ def test_a_restarted_engine_is_taken_back(kind: str) -> None:
         wait_until(lambda: is_serving(face), PATIENCE_S, "return")
         assert engine.addresses["inputs"] != old_addresses["inputs"]
         assert_serves(face, engine)
+
+
+def succeeded(engine: RawEngine, *, has_output: bool = True) -> list[zmq.Socket[bytes]]:
+    """Have another process take an engine's place on its link; return the former's sockets, which are still open."""
+    former = [engine.input, engine.output]
+    engine.input = engine.connected(zmq.DEALER, engine.addresses["inputs"][0])
+    if has_output:
+        engine.output = engine.connected(zmq.PUSH, engine.addresses["outputs"][0])
+    engine.input.send(pack(READY_0_25))
+    return former
+
+
+def end_seen(face: Face, *sockets: zmq.Socket[bytes]) -> None:
+    """Close sockets, and have the client see that their connections have ended."""
+    link = mp_client(face).engines[0].link
+    count = link.num_closed + len(sockets)
+    for each in sockets:
+        each.close(0)
+    wait_until(lambda: link.num_closed == count, PATIENCE_S, "their end")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_former_of_an_engine_that_says_ready_again_leaves_behind_is_no_loss(kind: str) -> None:
+    """Defect 21: the end of its former process's connections may be seen after the new ones.
+
+    The engine was taken back, and was lost again with what it had got by then.
+    """
+    with talking(kind) as (face, (engine,)):
+        face.add_request(request("forgotten"))
+        engine.next(ADD)
+        former = succeeded(engine)
+        (failed,) = face.outputs(1)
+        assert (failed.request_id, failed.finish_reason) == ("forgotten", FinishReason.ERROR)
+        assert failed.stop_reason == "engine_lost: engine 0: it was restarted"
+        answer_pings_until_ready(face, engine)
+        face.add_request(request("running"))
+        assert engine.next(ADD)[0] == "running"
+        end_seen(face, *former)
+        engine.token("running", 1, finish_reason=0)
+        assert [(it.request_id, it.new_token_ids) for it in face.outputs(1)] == [("running", [1])]
+        assert_serves(face, engine)
+        assert face.client.engine_statuses()[0].num_deaths == 1
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+@pytest.mark.parametrize("order", ["while the former's are open", "after the former's", "connected late", "no other"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_has_said_ready_again_is_watched_as_before(kind: str, order: str, which: str) -> None:
+    """Defects 21, 22 and 37: each of its connections is, whatever there was before, and in whatever order."""
+    with talking(kind) as (face, (engine,)):
+        former: list[zmq.Socket[bytes]] = []
+        if order == "no other":  # the same process says it once more
+            engine.input.send(pack(READY_0_25))
+        elif order == "connected late":
+            end_seen(face, *succeeded(engine, has_output=False))
+            engine.output = engine.connected(zmq.PUSH, engine.addresses["outputs"][0])
+        else:
+            former = succeeded(engine)
+        wait_until(lambda: face.client.engine_statuses()[0].num_deaths == 1, PATIENCE_S, "its being registered")
+        answer_pings_until_ready(face, engine)
+        if order == "after the former's":
+            end_seen(face, *former)
+        face.add_request(request("cut off"))
+        assert engine.next(ADD)[0] == "cut off"
+        end_seen(face, engine.input if which == "input" else engine.output)
+        if which == "output":  # as ZeroMQ does by itself
+            engine.output = engine.connected(zmq.PUSH, engine.addresses["outputs"][0])
+            engine.token("cut off", 5, finish_reason=0)
+        (failed,) = face.outputs(1)
+        assert (failed.request_id, failed.finish_reason) == ("cut off", FinishReason.ERROR)
+        assert str(failed.stop_reason).startswith("engine_lost: engine 0: the connection to it was lost")
+        assert face.client.engine_statuses()[0].num_deaths == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,6 +69,12 @@ class Link:
         """Monotonic seconds. What comes later may be of a new connection, with a gap before it: to be found out first,
         by :meth:`Lookout.has_gap`, however long this process was not running."""
 
+    def starts_anew(self) -> None:
+        """Note that another process is its engine now: what becomes of the former's connections tells nothing."""
+        if self.sole is not None:  # otherwise it is not known which are that engine's
+            for watch in self._watches:
+                watch.starts_anew()
+
     def settle(self) -> None:
         """Take the connections there are now for its engines'."""
         for watch in self._watches:

@@ -2,7 +2,8 @@
 
 Three ways lead to an engine that takes requests again. Its connection was lost and is there again: it answers a *ping*.
 It was started anew, by us or by somebody else: it says HELLO on the handshake socket, which stays open for that. Or
-its process started anew behind addresses that somebody else chose: it says ready on the link that it had.
+its process started anew behind addresses that somebody else chose: it says ready on the link that it had, and then
+answers a ping there, too.
 
 Source: "Two ways back" in the notes on remote engines; defects 21, 36.
 """
@@ -137,6 +138,8 @@ class Returns:
         if index not in self._starting:  # it was not greeted, and came back to the link that it had
             logger.warning("engine %s was restarted: it says ready again; requests in flight are lost", index)
             self._starting[index] = startup
+            self.pings.drop(index)  # an answer that is still to come would be the former's
+            self._engines[index].link.starts_anew()
             self._engines.lost(EngineDeath(index, "it was restarted"), is_back=True)
 
     # What follows.
@@ -147,8 +150,14 @@ class Returns:
         if engine.state is EngineState.LEAVING:
             return
         if self.is_up(index):
-            if index not in self.held:
-                self.welcome(engine, self._starting.pop(index).ready_of(index))
+            if index in self.held:
+                return
+            ready = self._starting.pop(index).ready_of(index)
+            if engine.state is EngineState.STARTING:
+                self.welcome(engine, ready)
+            else:
+                self._await_answer(engine, ready, now)
+                self._call_back(engine, now)
         elif engine.state is EngineState.READY:
             if index in self._newcomers:
                 self._question(engine, now)
@@ -221,7 +230,7 @@ class Returns:
         self._ask(engine, now, on_answer)
 
     def _restored(self, engine: Engine) -> None:
-        """Take an engine back that answers again on its old link: it was never gone, its connection was."""
+        """Take an engine back that answers on its old link: itself, or the process that has taken its place."""
         # Late reports may have come of what it has just aborted, and a later one may have gone to a frontend that it
         # took for gone: nothing runs there for us.
         engine.load.report(0, 0)
@@ -230,9 +239,16 @@ class Returns:
         self._engines.became_ready(engine)
 
     def remember(self, engine: Engine, ready: Ready, now: float) -> None:
-        """Await an engine that was another client's, on the link it has: it takes requests once it answers there."""
-        self._introduce(engine, ready)
+        """Await an engine that was another client's, on the link it has."""
         engine.is_haunted = True
+        self._await_answer(engine, ready, now)
+
+    def _await_answer(self, engine: Engine, ready: Ready, now: float) -> None:
+        """Await an engine that is ready, on the link it has: it takes requests once it answers there.
+
+        Its outputs come on a connection of which nothing else is known. After an answer there is one.
+        """
+        self._introduce(engine, ready)
         self._await(engine, now, self._config.ready_timeout_s)  # as long as the start of any other
         self._engines.is_away(engine)
 

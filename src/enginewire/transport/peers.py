@@ -17,8 +17,9 @@ EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 class PeerWatch:
     """Watches the connections of one bound tcp socket that has one peer worth watching.
 
-    Connections are told apart by their descriptor. Those that exist when :meth:`settle` is called are the peer's, or
-    the first one after that, as a PUSH may still be connecting then; strangers that come and go later do not count.
+    Connections are told apart by their descriptor; one that is back in use was reported closed before. Those that exist
+    when :meth:`settle` is called are the peer's, or the first one after that, as a PUSH may still be connecting then;
+    strangers that come and go later do not count, nor does what a former peer has left behind.
 
     Attributes:
         monitor: tells who came and went.
@@ -30,15 +31,29 @@ class PeerWatch:
         self.num_closed = 0
         self._open: set[int] = set()
         self._peer: set[int] = set()
-        self._is_settled = False
+        self._former: set[int] = set()
+        self._is_awaited = False
         self._is_lost = False
         self._is_new = False
 
-    def settle(self) -> None:
-        """Take the connections there are for the peer's."""
+    def starts_anew(self) -> None:
+        """Note that the peer is another process, with connections of its own: those it had until now are a former's.
+
+        They may still be open, or seem so: their end may have been seen by nobody yet, or be stuck on the way.
+        """
         self._drain()
-        self._is_settled = True
-        self._peer = set(self._open)
+        self._former |= self._peer
+
+    def settle(self) -> None:
+        """Take the connections there are for the peer's, but for those of a former one.
+
+        If there are no others, these are taken too: what was taken for another process may be the same.
+        """
+        self._drain()
+        self._is_awaited = self._open == self._former
+        if self._is_awaited:
+            self._former.clear()
+        self._peer = self._open - self._former
         self._is_lost = self._is_new = False
 
     def has_lost_peer(self) -> bool:
@@ -56,12 +71,14 @@ class PeerWatch:
             if event == zmq.EVENT_ACCEPTED:
                 self._is_new = self._is_lost
                 self._open.add(descriptor)
-                if self._is_settled and not self._peer:
+                if self._is_awaited:
+                    self._is_awaited = False
                     self._peer.add(descriptor)
             else:
                 self.num_closed += 1
-                self._open.discard(descriptor)
                 self._is_lost = self._is_lost or descriptor in self._peer
+                for known in (self._open, self._peer, self._former):
+                    known.discard(descriptor)
 
 
 class ConnectionWatch:
