@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DELIVERY_INTERVAL_S: Final = 0.1
+DELIVERY_INTERVAL_S: Final = 0.2
 """How often tokens are sent whose readers wait for the last one (decision 4)."""
 
 STEPS_PER_INPUT: Final = 2

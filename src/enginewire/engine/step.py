@@ -142,10 +142,8 @@ class Steps:
         can_wait, kept, patient = True, self._outputs, self._patient
         for output in outputs:
             request_id, token_ids = output.request_id, output.new_token_ids
-            if (held := kept.get(request_id)) is not None:
-                output.new_token_ids = held.new_token_ids + token_ids
-            kept[request_id] = output
             request = patient.get(request_id)
+            held = kept.get(request_id)
             if request is None or request.stop_rules is None:
                 can_wait = False
             elif request.stop_rules.advance(token_ids) is not None or output.finish_reason is not None:
@@ -153,6 +151,12 @@ class Steps:
                 can_wait = False
             elif request.is_new:
                 request.is_new = can_wait = False
+            elif held is not None:
+                held.new_token_ids += token_ids
+                continue
+            if held is not None:
+                output.new_token_ids = held.new_token_ids + token_ids
+            kept[request_id] = output
         return can_wait
 
 

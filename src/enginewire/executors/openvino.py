@@ -28,6 +28,7 @@ from enginewire.executors.openvino_memory import (
 from enginewire.executors.openvino_options import OpenVINOOptions
 from enginewire.executors.openvino_pipeline import (
     FINISH_REASONS,
+    FINISHED,
     IGNORED,
     Handle,
     Pipeline,
@@ -278,6 +279,8 @@ class OpenVINOExecutor(Executor):
             constraint = constraint_from(params.structured_outputs)
             if (probe := self._grammar_probe()) is not None:
                 probe.check(constraint)
+        live.max_delivered = len(live.delivered) + settings["max_new_tokens"]
+        live.last_tokens = settings.get("stop_token_ids", ())
         live.handle = self._pipeline.add([*prompt, *live.delivered], settings, constraint)
         self._running[live.request.request_id] = live
         self._has_prefixes = self._settings.enable_prefix_caching
@@ -301,6 +304,9 @@ class OpenVINOExecutor(Executor):
             assert handle is not None
             if not handle.can_read():
                 live.starved = bool(live.delivered)
+                if live.starved and int(handle.get_status()) == FINISHED:  # or it would never end
+                    del self._running[live.request.request_id]
+                    self._fail(live, f"{INTERNAL_PREFIX}OpenVINO ended the request at a token that ends none")
                 continue
             live.starved = False
             for native in handle.read().values():
@@ -325,8 +331,7 @@ class OpenVINOExecutor(Executor):
                 np.array(native.generated_log_probs, dtype=np.float32).reshape(-1, 1),
                 np.full(len(token_ids), live.rank, dtype=np.int64),
             )
-        finish_reason = FINISH_REASONS[int(native.finish_reason)]
-        if finish_reason is not None:
+        if live.can_have_ended and (finish_reason := FINISH_REASONS[int(native.finish_reason)]) is not None:
             del self._running[live.request.request_id]
             output.finish_reason = finish_reason
             last = token_ids[-1]

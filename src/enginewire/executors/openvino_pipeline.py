@@ -19,6 +19,9 @@ from enginewire.wire.messages import FinishReason
 FINISH_REASONS: Final[Mapping[int, FinishReason | None]] = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
 """``int(GenerationFinishReason)`` to ours."""
 
+FINISHED: Final = 1
+"""``int(GenerationStatus)`` of a request that has ended."""
+
 IGNORED: Final = 2
 """``int(GenerationStatus)`` of a request that was dropped, as one did not fit the KV cache."""
 

@@ -194,6 +194,25 @@ def test_among_several_new_requests_the_one_to_blame_is_found_by_trial(
     assert results == {str(prompt): whole(prompt) for prompt in (10, 20, 30, 50)}
 
 
+def test_a_request_that_openvino_ended_unasked_fails_instead_of_running_for_ever(
+    executor: OpenVINOExecutor, pipeline: type[FakePipeline]
+) -> None:
+    """Decision 4: why a request ended is read only where one can end."""
+
+    def end_silently(handles: list[FakeHandle]) -> None:
+        for handle in [handle for handle in handles if handle.prompt == [1] * 20 and handle.made == 2]:
+            handle.status = openvino.FINISHED
+            handles.remove(handle)
+
+    pipeline.breaks = staticmethod(end_silently)
+    executor.add_request(request("a", 10))
+    executor.add_request(request("b", 20))
+    assert drain(executor) == {
+        "a": whole(10),
+        "b": ([21, 22], FinishReason.ERROR, "internal: OpenVINO ended the request at a token that ends none"),
+    }
+
+
 def test_requests_that_come_during_a_trial_are_not_suspected(
     executor: OpenVINOExecutor, pipeline: type[FakePipeline]
 ) -> None:
