@@ -46,6 +46,11 @@ class TcpProxy:
         self._listener.close()
         self._selector.close()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether anybody is connected through it."""
+        return bool(self._peers)
+
     def cut(self) -> None:
         """Close every connection; new ones are passed on as before."""
         with self._lock:
