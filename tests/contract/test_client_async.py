@@ -314,8 +314,7 @@ def test_the_receivers_own_failure_comes_out_of_every_wait(pair: tuple[Face, Moc
 
     mp_client(face).inbox.sort = broken  # type: ignore[method-assign]
     waiting = [face.start("get_output"), face.start("call_utility", "is_sleeping")]
-    engine.expect_utility()
-    engine.send_outputs([output()])
+    engine.answer_utility(engine.expect_utility(), value=False)
     for future in waiting:
         with pytest.raises(RuntimeError, match=r"the receiver failed: ZeroDivisionError\('a bug'\)"):
             future.result(PATIENCE_S)

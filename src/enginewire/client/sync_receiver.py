@@ -21,14 +21,17 @@ import zmq
 
 from enginewire.client.inbox import Arrival
 from enginewire.client.link import HEAR_OUT_POLL_S, LAST_OUTPUTS_S, RECONNECT_S, Link
-from enginewire.transport.sockets import inproc_pair, receive_message
+from enginewire.transport.sockets import inproc_pair, receive_frame, receive_message, rest_of_message
 
 if TYPE_CHECKING:
     from enginewire.client.mp import MPClient
 
 DIRECT_MS: Final = 50
-"""How long a caller reads before it leaves that to the thread; a loss is told so much later. The thread finds out half
-as often whether callers still do: what comes while nobody reads stays with ZeroMQ, where it takes twice the memory."""
+"""How long a caller reads before it leaves that to the thread; a loss is told so much later."""
+
+CALLERS_MS: Final = 250
+"""How often the thread finds out whether callers still read: what comes while nobody does stays with ZeroMQ, where it
+takes twice the memory."""
 
 SURE_S: Final = RECONNECT_S - DIRECT_MS / 1000
 """How long after a look at a link's connections a caller may begin to read: what it gets then comes before its engine
@@ -70,9 +73,9 @@ class SyncReceiver:
         self._reader: int | None = None
         """The thread that has the role."""
         self._direct: Link | None = None
-        """What callers may read: the only link, if there is only one. Belongs to whoever has the role."""
-        self._is_wanted = False
-        """The receiver's thread is to have the role; callers leave it alone."""
+        """The only link, if there is only one."""
+        self._open: Link | None = None
+        """The same while callers may read it; otherwise the receiver's thread is to have the role."""
         self._is_asked = False
         """A caller has waited long enough to have the receiver's thread wait instead."""
         self._has_read = False  # a caller has, since the thread last asked
@@ -132,30 +135,29 @@ class SyncReceiver:
         The usual way of a message, without what :meth:`wait` considers besides. ``None``: it has arrived with others;
         or none came, or no outputs, or this is somebody else's to do, and then :meth:`wait` has to.
         """
-        me = get_ident()
-        if self._is_wanted or self._reader == me:
-            return None
+        received = None
         try:
-            if not self._role.acquire(False):  # a keyword costs as much as the lock
+            if self._open is None or not self._role.acquire(False):  # a keyword costs as much as the lock
                 return None
-            self._reader = me
+            if self._reader is not None:  # this thread, interrupted by a signal handler
+                self._role.release()
+                return None
+            self._reader = get_ident()
             self._has_read = True
-            link = self._direct
-            received = None
+            link = self._open
             try:
-                began = monotonic()
-                if link is None or self.arrived or self.end is not None:
+                if link is None or self.arrived:
                     pass
-                elif began < link.sure_until or self._is_sure(link, began):
-                    frames = receive_message(link.output_socket, 0)
-                    payload = frames[0]
-                    if len(frames) > 1 or payload[:3] not in link.heads:  # rarely
-                        self._take(link, frames)
-                    elif (more := BURST_BYTES // len(payload) - 1) > 0 and monotonic() - began < BURST_S:
-                        self.arrived.append((link, frames))
-                        self._drain(link, min(BATCH, more))
+                elif (began := monotonic()) < link.sure_until or self._is_sure(link, began):
+                    frame = receive_frame(link.output_socket, 0, False)
+                    payload = frame.bytes
+                    if frame.more or payload[:3] not in link.heads:  # rarely
+                        self._take(link, rest_of_message(link.output_socket, frame))
+                    elif monotonic() - began < BURST_S and len(payload) < BURST_BYTES // 2:
+                        self.arrived.append((link, (payload,)))
+                        self._drain(link, min(BATCH, BURST_BYTES // len(payload) - 1))
                     else:
-                        received = link, frames
+                        received = link, (payload,)
             except zmq.Again:
                 pass
             except Exception as exc:  # noqa: BLE001 - as below
@@ -183,12 +185,12 @@ class SyncReceiver:
         try:
             while not is_there():
                 is_tired = False
-                if not self._is_wanted and self._role.acquire(False):
+                if self._open is not None and self._role.acquire(False):
                     has_come = self._read(is_there, deadline)
                     self._leave()
                     if has_come:
                         break
-                    is_tired = not self._is_wanted
+                    is_tired = self._open is not None
                 limit = None if deadline is None else deadline - monotonic()
                 if limit is not None and limit <= 0:
                     return is_there()
@@ -202,9 +204,8 @@ class SyncReceiver:
         """Read until ``is_there``; ``False``: nothing comes, or the thread is to read."""
         self._reader = get_ident()
         self._has_read = True
-        link = self._direct
         try:
-            while link is not None and not self._is_wanted and self.end is None:
+            while (link := self._open) is not None and self.end is None:
                 began = monotonic()
                 if began > link.sure_until and not self._is_sure(link, began):
                     return False
@@ -229,7 +230,7 @@ class SyncReceiver:
         with self._news:
             self._num_followers += 1
             try:
-                if self._reader is None and not self._is_wanted:
+                if self._reader is None and self._open is not None:
                     if not is_tired:
                         return
                     self._is_asked = True
@@ -312,7 +313,7 @@ class SyncReceiver:
 
     def _enter(self) -> None:
         """Get the role, from a caller who has it for a while."""
-        self._is_wanted = True
+        self._open = None
         self._role.acquire()
         self._reader = get_ident()
 
@@ -381,11 +382,12 @@ class SyncReceiver:
 
     def _let_callers_read(self) -> bool:
         """Leave the role to callers until none is quick to take it, or it is needed; whether they still are quick."""
-        self._is_wanted = self._is_asked = False
+        self._is_asked = False
+        self._open = self._direct if self.end is None else None
         self._leave()
         while True:
             self._has_read = False
-            has_signs = bool(self._signs.poll(2 * DIRECT_MS))
+            has_signs = bool(self._signs.poll(CALLERS_MS))
             are_quick = self._has_read and not self._is_asked
             if has_signs or not are_quick or self._is_stopping or monotonic() >= self._next_look:
                 break

@@ -171,15 +171,16 @@ def _set_common_options(socket: zmq.Socket[bytes], endpoint: str, max_frame_byte
 
 
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_LAST: Final = int(zmq.NOBLOCK)
-"""Plain ints: combining pyzmq's enums costs more than sending a small frame."""
+AT_ONCE: Final = int(zmq.NOBLOCK)
+"""Without waiting. Plain ints: combining pyzmq's enums costs more than sending a small frame."""
 
 _READABLE: Final = int(zmq.POLLIN)
 
 _send: Final = zmq.backend.Socket.send
 """Without what ``zmq.Socket.send`` does first, for kinds of sockets that are not ours: twice a small frame's cost."""
 
-_receive: Final = zmq.backend.Socket.recv
+receive_frame: Final = zmq.backend.Socket.recv
+"""``receive_frame(socket, flags, copy)``, without that, too."""
 
 
 def send_message(
@@ -197,12 +198,12 @@ def send_message(
         if not arrays:
             for frame in head[:-1]:
                 _send(socket, frame, _MORE)
-            _send(socket, head[-1], _LAST)
+            _send(socket, head[-1], AT_ONCE)
             return []
         for frame in head:
             _send(socket, frame, _MORE)
         trackers = [socket.send(frame, _MORE, copy=False, track=True) for frame in arrays[:-1]]
-        trackers.append(socket.send(arrays[-1], _LAST, copy=False, track=True))
+        trackers.append(socket.send(arrays[-1], AT_ONCE, copy=False, track=True))
     except BaseException:
         _cut_off(socket)
         raise
@@ -214,7 +215,7 @@ def send_small(socket: zmq.Socket[bytes], identity: Buffer, kind: Buffer, payloa
     try:
         _send(socket, identity, _MORE)
         _send(socket, kind, _MORE)
-        _send(socket, payload, _LAST)
+        _send(socket, payload, AT_ONCE)
     except BaseException:
         _cut_off(socket)
         raise
@@ -226,22 +227,27 @@ def _cut_off(socket: zmq.Socket[bytes]) -> None:
     The peer drops it as incomplete. If nothing was begun, this goes to nobody and is refused.
     """
     with contextlib.suppress(zmq.ZMQError):
-        socket.send(b"", _LAST)
+        socket.send(b"", AT_ONCE)
 
 
-def receive_message(socket: zmq.Socket[bytes], flags: int = _LAST) -> list[bytes]:
+def receive_message(socket: zmq.Socket[bytes], flags: int = AT_ONCE) -> list[bytes]:
     """Receive one message: without waiting, or with ``flags=0`` for as long as the socket's own time limit says.
-
-    A frame tells by itself whether more follow; asking the socket, as ``recv_multipart`` does, costs more than
-    receiving a small frame.
 
     Raises:
         Again: there is none.
     """
-    frame = _receive(socket, flags, False)
+    return rest_of_message(socket, receive_frame(socket, flags, False))
+
+
+def rest_of_message(socket: zmq.Socket[bytes], frame: zmq.Frame) -> list[bytes]:
+    """Return a message whose first frame has been received.
+
+    A frame tells by itself whether more follow; asking the socket, as ``recv_multipart`` does, costs more than
+    receiving a small frame.
+    """
     frames = [frame.bytes]
     while frame.more:
-        frame = _receive(socket, _LAST, False)
+        frame = receive_frame(socket, AT_ONCE, False)
         frames.append(frame.bytes)
     return frames
 
@@ -257,9 +263,9 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
     Raises:
         Again: there is none.
     """
-    frames = [socket.recv(_LAST, copy=False)]
+    frames = [socket.recv(AT_ONCE, copy=False)]
     while frames[-1].more:
-        frames.append(socket.recv(_LAST, copy=False))
+        frames.append(socket.recv(AT_ONCE, copy=False))
     return frames
 
 
