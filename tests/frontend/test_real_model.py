@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +48,24 @@ def test_greedy_texts_are_equal_with_the_engine_in_this_process(texts: list[str]
     """Issue: greedy texts, one request at a time, are equal in both."""
     with LLM(MODEL, multiprocess_mode=False) as llm:
         assert [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in PROMPTS] == texts
+
+
+def test_ctrl_c_is_still_a_keyboard_interrupt_after_an_engine_in_this_process_has_closed() -> None:
+    """Errors that users will meet: KeyboardInterrupt. In a process of its own, which a wrong signal stack ends."""
+    script = f"""
+import os, signal
+from enginewire import LLM
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
+LLM({MODEL!r}, multiprocess_mode=False).shutdown()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 def test_greedy_texts_are_equal_from_asyncio_piece_by_piece(texts: list[str]) -> None:

@@ -38,6 +38,7 @@ from enginewire.executors.openvino_pipeline import (
 from enginewire.executors.openvino_probe import GrammarProbe
 from enginewire.executors.openvino_recovery import Live, judge, why_not_resumable
 from enginewire.executors.openvino_sampling import generation_settings, has_plain_choice
+from enginewire.executors.openvino_signals import kept_signal_stack
 from enginewire.models import resolve_model
 from enginewire.wire.arrays import LogprobsLists
 from enginewire.wire.capabilities import Capabilities
@@ -73,7 +74,8 @@ class OpenVINOExecutor(Executor):
         core = openvino.Core()
 
         def precision(name: str) -> str:
-            return str(properties.get(name) or core.get_property("CPU", name).to_string())
+            with kept_signal_stack():
+                return str(properties.get(name) or core.get_property("CPU", name).to_string())
 
         plan = plan_kv_cache(
             geometry,

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from enginewire.errors import ConfigError, ModelError
 from enginewire.executors.openvino_grammar import Constraint
+from enginewire.executors.openvino_signals import kept_signal_stack
 from enginewire.wire.messages import FinishReason
 
 FINISH_REASONS: Final[Mapping[int, FinishReason | None]] = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
@@ -90,7 +91,8 @@ class Pipeline:
         scheduler.enable_prefix_caching = settings.enable_prefix_caching
         scheduler.dynamic_split_fuse = True  # prompts are computed in pieces, beside the others' next tokens
         try:
-            self._native: Any = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", settings.properties)
+            with kept_signal_stack():
+                self._native: Any = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", settings.properties)
         except Exception as exc:
             raise ModelError(f"{model}: OpenVINO cannot load it: {exc}") from exc
         self._genai = genai

@@ -20,6 +20,7 @@ import numpy as np
 from enginewire.errors import InvalidRequestError
 from enginewire.executors.openvino_grammar import Constraint
 from enginewire.executors.openvino_pipeline import import_openvino
+from enginewire.executors.openvino_signals import kept_signal_stack
 
 _EOS: Final = 256
 _VOCAB_SIZE: Final = 257
@@ -45,9 +46,10 @@ class GrammarProbe:
             vocabulary = Path(folder) / "bytes.gguf"
             vocabulary.write_bytes(_byte_vocabulary())
             openvino.save_model(_model_of_nothing(openvino), Path(folder) / "openvino_model.xml")
-            self._pipeline = genai.ContinuousBatchingPipeline(
-                folder, genai.Tokenizer(vocabulary), scheduler, "CPU", INFERENCE_NUM_THREADS=1
-            )
+            with kept_signal_stack():
+                self._pipeline = genai.ContinuousBatchingPipeline(
+                    folder, genai.Tokenizer(vocabulary), scheduler, "CPU", INFERENCE_NUM_THREADS=1
+                )
         self._genai = genai
         self._prompt = openvino.Tensor(np.zeros((1, 1), dtype=np.int64))
 
