@@ -85,12 +85,17 @@ class MockCoordinator:
     def wait_report(
         self, which: Callable[[EngineCoreOutputs], bool], what: str, timeout_s: float = TIMEOUT_S
     ) -> EngineCoreOutputs:
-        """Wait for a report like this, among those that have come already too, and forget it and those before it."""
+        """Wait for a report like this, among those that have come already too.
+
+        It is forgotten, and so is what its engine reported before; between engines there is no order.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             for position, report in enumerate(self.reports):
                 if which(report):
-                    del self.reports[: position + 1]
+                    earlier = self.reports[:position]
+                    others = [each for each in earlier if each.engine_index != report.engine_index]
+                    self.reports[: position + 1] = others
                     return report
             if not self._reports.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
                 raise TimeoutError(f"no report of {what} came in time; there are {self.reports}")
