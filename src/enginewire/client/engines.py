@@ -105,7 +105,8 @@ class Engine:
     def use_profile(self, profile: WireProfile) -> None:
         """Speak this layout with it, over this link, from now on."""
         self.profile = profile
-        self.link.decoders[self.index] = OutputsDecoder(profile.received_outputs)
+        decoder = self.link.decoders[self.index] = OutputsDecoder(profile.received_outputs)
+        self.link.decoder = decoder if self.link.sole is self else None
 
     @property
     def capabilities(self) -> Capabilities:

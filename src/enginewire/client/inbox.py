@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from enginewire.client.engines import Engine, Engines
 from enginewire.client.failover import Failover
@@ -17,7 +18,7 @@ from enginewire.client.link import Link
 from enginewire.client.utilities import UtilityCalls
 from enginewire.config import EngineConfig
 from enginewire.errors import DecodeError
-from enginewire.wire.codec import OutputsDecoder
+from enginewire.wire.codec import NOT_DECODABLE, OutputsDecoder
 from enginewire.wire.frames import Buffer, is_death_marker, may_hold_utility_output, sender_of
 from enginewire.wire.messages import (
     EngineCoreOutput,
@@ -147,6 +148,31 @@ class Inbox:
         if message.utility_output is not None:  # with outputs, which it overrides: :meth:`sort` did not see it
             self.calls.finish(message.utility_output, message.engine_index)
             return None
+        self._note(engine, message, has_ends=decoder.last_end is not last_end)
+        return message
+
+    def take_single(self, link: Link, frame: Buffer) -> EngineCoreOutputs | None:
+        """Do the same at once with what comes from the only engine of a link, in one frame.
+
+        ``None``: it is damaged, or not for the consumer, and is to be sorted.
+        """
+        engine, decoder = link.sole, link.decoder
+        if engine is None or decoder is None:
+            return None
+        last_end = decoder.last_end
+        try:
+            message = decoder.decode_sound(frame)
+        except NOT_DECODABLE:
+            return None
+        if message.engine_index != engine.index or message.utility_output is not None:
+            return None
+        if message.timestamp == 0.0:
+            message.timestamp = monotonic()
+        if message.scheduler_stats is not None or engine.is_haunted or decoder.last_end is not last_end:
+            self._note(engine, message, has_ends=decoder.last_end is not last_end)
+        return message
+
+    def _note(self, engine: Engine, message: EngineCoreOutputs, *, has_ends: bool) -> None:
         if message.scheduler_stats is not None:
             stats = message.scheduler_stats
             num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
@@ -155,13 +181,12 @@ class Inbox:
             message.outputs = _without_strangers(engine, message.outputs)
         if self.failover is not None:
             message.outputs = self.failover.delivered(engine, message.outputs)
-        if decoder.last_end is not last_end:
+        if has_ends:
             for output in message.outputs:
                 if output.finish_reason is not None:
                     request_id = output.request_id
                     engine.live.pop(request_id, None)
                     self._engines.owners.pop(request_id, None)
-        return message
 
     def _take_failures(self, failures: Failures) -> EngineCoreOutputs | None:
         engine, owners, reason = failures.engine, self._engines.owners, failures.reason

@@ -101,13 +101,11 @@ class SyncMPClient(MPClient):
                     item = arrived.popleft()
                 except IndexError:  # another consumer was faster
                     continue
-            elif self._is_copy or (received := receiver.receive()) is None:
-                if not arrived:
-                    self._wait_for_arrival(receiver, None, None)
-                continue
+                message = inbox.take(item)
             else:
-                item = received
-            message = inbox.take(item)
+                message = None if self._is_copy else receiver.receive()
+                if message is None and not arrived:
+                    self._wait_for_arrival(receiver, None, None)
             if message is not None:
                 return message
 

@@ -25,6 +25,7 @@ from enginewire.transport.sockets import inproc_pair, receive_frame, receive_mes
 
 if TYPE_CHECKING:
     from enginewire.client.mp import MPClient
+    from enginewire.wire.messages import EngineCoreOutputs
 
 DIRECT_MS: Final = 50
 """How long a caller reads before it leaves that to the thread; a loss is told so much later."""
@@ -40,9 +41,9 @@ can have another connection."""
 BATCH: Final = 64
 """Messages taken at once."""
 
-BURST_S: Final = 30e-6
-"""A message that had to be waited for longer than this is handed over alone and at once: finding out that nothing
-follows it would cost a tenth of the latency of a call. Sooner than that, more are likely to be there."""
+BURST_S: Final = 50e-6
+"""Messages that are asked for so soon one after the other, or waited for no longer, are a burst: more are likely to be
+there. Any other is handed over alone and at once: to find out that nothing follows costs a tenth of a call."""
 
 BURST_BYTES: Final = 24_000
 """What a caller takes at once, with the role: to take turns with decoding, message by message, costs a quarter of a
@@ -78,7 +79,8 @@ class SyncReceiver:
         """The same while callers may read it; otherwise the receiver's thread is to have the role."""
         self._is_asked = False
         """A caller has waited long enough to have the receiver's thread wait instead."""
-        self._has_read = False  # a caller has, since the thread last asked
+        self._began = 0.0
+        """When a caller last began to receive."""
         self._news = threading.Condition()
         """Told to those who wait while somebody else reads. Its lock guards the number of those."""
         self._num_followers = 0
@@ -129,13 +131,14 @@ class SyncReceiver:
         """Whether a consumer need not wait."""
         return bool(self.arrived) or self.end is not None
 
-    def receive(self) -> Arrival | None:
-        """Receive one message for its consumer, who has found nothing that has arrived.
+    def receive(self) -> EngineCoreOutputs | None:
+        """Receive one message for its consumer, who has found nothing that has arrived, and decode it.
 
-        The usual way of a message, without what :meth:`wait` considers besides. ``None``: it has arrived with others;
-        or none came, or no outputs, or this is somebody else's to do, and then :meth:`wait` has to.
+        The usual way of a message, without what :meth:`wait` and :meth:`Inbox.take` consider besides. ``None``: it has
+        arrived, with others or for others; or none came, or this is somebody else's to do, and then :meth:`wait` has
+        to.
         """
-        received = None
+        message = None
         try:
             if self._open is None or not self._role.acquire(False):  # a keyword costs as much as the lock
                 return None
@@ -143,21 +146,18 @@ class SyncReceiver:
                 self._role.release()
                 return None
             self._reader = get_ident()
-            self._has_read = True
             link = self._open
             try:
                 if link is None or self.arrived:
                     pass
                 elif (began := monotonic()) < link.sure_until or self._is_sure(link, began):
+                    is_burst = began - self._began < BURST_S
+                    self._began = began
                     frame = receive_frame(link.output_socket, 0, False)
-                    payload = frame.bytes
-                    if frame.more or payload[:3] not in link.heads:  # rarely
+                    if is_burst or frame.more or (message := self._inbox.take_single(link, frame.bytes)) is None:
                         self._take(link, rest_of_message(link.output_socket, frame))
-                    elif monotonic() - began < BURST_S and len(payload) < BURST_BYTES // 2:
-                        self.arrived.append((link, (payload,)))
-                        self._drain(link, min(BATCH, BURST_BYTES // len(payload) - 1))
-                    else:
-                        received = link, (payload,)
+                        if is_burst and len(frame) < BURST_BYTES // 2:
+                            self._drain(link, min(BATCH, BURST_BYTES // (len(frame) or 1) - 1))
             except zmq.Again:
                 pass
             except Exception as exc:  # noqa: BLE001 - as below
@@ -169,7 +169,7 @@ class SyncReceiver:
         except BaseException:
             self._give_back()
             raise
-        return received
+        return message
 
     def wait(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until ``is_there``, which someone who receives makes true; ``False``: the deadline passes first.
@@ -203,10 +203,9 @@ class SyncReceiver:
     def _read(self, is_there: Callable[[], bool], deadline: float | None) -> bool:
         """Read until ``is_there``; ``False``: nothing comes, or the thread is to read."""
         self._reader = get_ident()
-        self._has_read = True
         try:
             while (link := self._open) is not None and self.end is None:
-                began = monotonic()
+                began = self._began = monotonic()
                 if began > link.sure_until and not self._is_sure(link, began):
                     return False
                 if deadline is not None and deadline - began < DIRECT_MS / 1000:
@@ -386,9 +385,9 @@ class SyncReceiver:
         self._open = self._direct if self.end is None else None
         self._leave()
         while True:
-            self._has_read = False
+            last_began = self._began
             has_signs = bool(self._signs.poll(CALLERS_MS))
-            are_quick = self._has_read and not self._is_asked
+            are_quick = self._began != last_began and not self._is_asked
             if has_signs or not are_quick or self._is_stopping or monotonic() >= self._next_look:
                 break
         self._enter()
