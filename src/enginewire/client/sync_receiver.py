@@ -79,8 +79,8 @@ class SyncReceiver:
         """The same while callers may read it; otherwise the receiver's thread is to have the role."""
         self._is_asked = False
         """A caller has waited long enough to have the receiver's thread wait instead."""
-        self._began = 0.0
-        """When a caller last began to receive."""
+        self._burst_until = 0.0
+        """Until when a caller who asks again asks in a burst; set anew by whoever receives."""
         self._news = threading.Condition()
         """Told to those who wait while somebody else reads. Its lock guards the number of those."""
         self._num_followers = 0
@@ -151,13 +151,14 @@ class SyncReceiver:
                 if link is None or self.arrived:
                     pass
                 elif (began := monotonic()) < link.sure_until or self._is_sure(link, began):
-                    is_burst = began - self._began < BURST_S
-                    self._began = began
+                    is_burst = began < self._burst_until
+                    self._burst_until = began + BURST_S
                     frame = receive_frame(link.output_socket, 0, False)
-                    if is_burst or frame.more or (message := self._inbox.take_single(link, frame.bytes)) is None:
+                    if frame.more or (message := self._inbox.take_single(link, frame.bytes)) is None:
                         self._take(link, rest_of_message(link.output_socket, frame))
-                        if is_burst and len(frame) < BURST_BYTES // 2:
-                            self._drain(link, min(BATCH, BURST_BYTES // (len(frame) or 1) - 1))
+                    if is_burst and 0 < len(frame) < BURST_BYTES // 2:
+                        self._drain(link, min(BATCH, BURST_BYTES // len(frame) - 1))
+                        self._burst_until = began + BURST_S * (1 + len(self.arrived))
             except zmq.Again:
                 pass
             except Exception as exc:  # noqa: BLE001 - as below
@@ -205,7 +206,8 @@ class SyncReceiver:
         self._reader = get_ident()
         try:
             while (link := self._open) is not None and self.end is None:
-                began = self._began = monotonic()
+                began = monotonic()
+                self._burst_until = began + BURST_S
                 if began > link.sure_until and not self._is_sure(link, began):
                     return False
                 if deadline is not None and deadline - began < DIRECT_MS / 1000:
@@ -385,9 +387,9 @@ class SyncReceiver:
         self._open = self._direct if self.end is None else None
         self._leave()
         while True:
-            last_began = self._began
+            burst_until = self._burst_until
             has_signs = bool(self._signs.poll(CALLERS_MS))
-            are_quick = self._began != last_began and not self._is_asked
+            are_quick = self._burst_until != burst_until and not self._is_asked
             if has_signs or not are_quick or self._is_stopping or monotonic() >= self._next_look:
                 break
         self._enter()
