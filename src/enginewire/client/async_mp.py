@@ -237,6 +237,7 @@ class _Receiver:
             return
         self._links = self._inbox.links
         for link in self._descriptors.keys() - set(self._links):
+            link.sure_until = 0.0  # a callback may be on its way
             for descriptor in self._descriptors.pop(link):
                 self.loop.remove_reader(descriptor)
         for link in self._links:
@@ -301,7 +302,7 @@ class _Receiver:
         is_all = False
         socket, sort = link.output_socket, self._sort
         now = monotonic()
-        if now > link.sure_until or self._lookout.has_found:
+        if now > link.sure_until:
             if self._lookout.drops(link):
                 self._timer.cancel()
                 self._timer = self.loop.call_soon(self._look)
@@ -410,7 +411,7 @@ class _Receiver:
                     self.loop.remove_reader(descriptor)
         self._descriptors.clear()
         for link in self._inbox.links:
-            link.sure_until = 0.0  # a callback may be on its way
+            link.sure_until = 0.0  # as above
             link.output_socket.close(linger=0)
 
 

@@ -105,8 +105,7 @@ class Engine:
     def use_profile(self, profile: WireProfile) -> None:
         """Speak this layout with it, over this link, from now on."""
         self.profile = profile
-        decoder = self.link.decoders[self.index] = OutputsDecoder(profile.received_outputs)
-        self.link.decoder = decoder if self.link.sole is self else None
+        self.link.decoders[self.index] = OutputsDecoder(profile.received_outputs)
 
     @property
     def capabilities(self) -> Capabilities:

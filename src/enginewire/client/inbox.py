@@ -156,9 +156,10 @@ class Inbox:
 
         ``None``: it is damaged, or not for the consumer, and is to be sorted.
         """
-        engine, decoder = link.sole, link.decoder
-        if engine is None or decoder is None:
+        engine = link.sole
+        if engine is None:
             return None
+        decoder = link.decoders[engine.index]
         last_end = decoder.last_end
         try:
             message = decoder.decode_sound(frame)
@@ -168,8 +169,7 @@ class Inbox:
             return None
         if message.timestamp == 0.0:
             message.timestamp = monotonic()
-        if message.scheduler_stats is not None or engine.is_haunted or decoder.last_end is not last_end:
-            self._note(engine, message, has_ends=decoder.last_end is not last_end)
+        self._note(engine, message, has_ends=decoder.last_end is not last_end)
         return message
 
     def _note(self, engine: Engine, message: EngineCoreOutputs, *, has_ends: bool) -> None:

@@ -59,8 +59,6 @@ class Link:
         """How messages begin that are for the consumer for certain."""
         self.answer_heads: frozenset[bytes] = frozenset()
         """How messages begin that have no outputs, as utility answers have none."""
-        self.decoder: OutputsDecoder | None = None
-        """For what the sole one sends."""
         self.decoders: dict[int, OutputsDecoder] = {}
         """For what each sends. Here, not with the engine: its next incarnation may speak another layout."""
         self._watches = [PeerWatch(self.input_socket), PeerWatch(self.output_socket)]

@@ -122,6 +122,7 @@ class SyncReceiver:
     def finish(self, make_error: End) -> None:
         """End everybody who waits, and everybody who will, with an error. The first one stays."""
         self.end = self.end or make_error
+        self._open = None
         self._inbox.calls.close(make_error)
         self._tell_followers()
 
@@ -205,7 +206,7 @@ class SyncReceiver:
         """Read until ``is_there``; ``False``: nothing comes, or the thread is to read."""
         self._reader = get_ident()
         try:
-            while (link := self._open) is not None and self.end is None:
+            while (link := self._open) is not None:
                 began = monotonic()
                 self._burst_until = began + BURST_S
                 if began > link.sure_until and not self._is_sure(link, began):
