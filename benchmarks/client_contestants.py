@@ -82,7 +82,7 @@ class RawSync(_Raw):
     """Blocking calls."""
 
     def __init__(self, addresses: tuple[str, str]) -> None:
-        super().__init__(addresses, zmq.Context(io_threads=2))
+        super().__init__(addresses, zmq.Context())
 
     def get(self) -> Any:
         return self._decode(self._pull.recv_multipart()[0])
@@ -104,7 +104,7 @@ class RawAsync(_Raw):
     def __init__(self, addresses: tuple[str, str]) -> None:
         import zmq.asyncio
 
-        super().__init__(addresses, zmq.asyncio.Context(io_threads=2))
+        super().__init__(addresses, zmq.asyncio.Context())
 
     async def get(self) -> Any:
         return self._decode((await self._pull.recv_multipart())[0])

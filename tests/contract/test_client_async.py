@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import gc
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -25,8 +27,9 @@ from client_harness import (
     request,
 )
 from enginewire import ClientClosedError, EngineCoreOutputs, EngineDeadError, FinishReason
-from enginewire.client import async_mp
+from enginewire.client import async_mp, async_receiver
 from enginewire.client.async_mp import AsyncMPClient
+from enginewire.client.async_receiver import AsyncReceiver
 from enginewire.testing import MockEngine, Received, free_tcp_port, wait_until
 from enginewire.wire.codec import MsgpackEncoder
 
@@ -140,7 +143,7 @@ def test_of_two_loops_that_come_at_once_one_is_refused(
     """C-41: loops of two threads, neither of which the other can wait for."""
     client, _ = unbound
     loops = [Loop("asyncio"), Loop("asyncio")]
-    make_receiver = async_mp._Receiver
+    make_receiver = AsyncReceiver
     refused: list[RuntimeError] = []
     moved: list[threading.Thread] = []
 
@@ -157,7 +160,7 @@ def test_of_two_loops_that_come_at_once_one_is_refused(
             moved[0].join(0.3)  # it would be through by then, if it could
         return make_receiver(*args)
 
-    monkeypatch.setattr(async_mp, "_Receiver", make_slowly)
+    monkeypatch.setattr(async_mp, "AsyncReceiver", make_slowly)
     try:
         claim(loops[0])
         moved[0].join()
@@ -204,7 +207,7 @@ def test_shutdown_after_the_loop_is_closed(pair: tuple[Face, MockEngine]) -> Non
 
 def test_shutdown_while_the_loop_is_blocked(pair: tuple[Face, MockEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """C-23: it returns; the loop closes its sockets when it comes to itself, and nothing is left."""
-    monkeypatch.setattr(async_mp, "HAND_BACK_S", 0.05)
+    monkeypatch.setattr(async_receiver, "HAND_BACK_S", 0.05)
     face, _ = pair
     assert face.loop is not None
     waiting = face.start("get_output")
@@ -275,11 +278,100 @@ def test_a_cancelled_get_output_takes_no_message_along(pair: tuple[Face, MockEng
     """C-41."""
     face, engine = pair
     waiting = face.start("get_output")
-    wait_until(lambda: face.client._waiters, PATIENCE_S, "a waiter")
+    wait_until(lambda: face.client._arrivals.waiters, PATIENCE_S, "a waiter")
     waiting.cancel()
-    wait_until(lambda: not face.client._waiters, PATIENCE_S, "no waiter")
+    wait_until(lambda: not face.client._arrivals.waiters, PATIENCE_S, "no waiter")
     engine.send_outputs([output("r", [9])])
     assert face.get_output().outputs[0].new_token_ids == [9]
+
+
+def test_who_has_waited_longest_gets_the_first_message(pair: tuple[Face, MockEngine]) -> None:
+    face, engine = pair
+    assert face.loop is not None
+
+    async def consume() -> list[int]:
+        consumers = []
+        for _ in range(3):
+            consumers.append(asyncio.ensure_future(face.client.get_output_async()))
+            await asyncio.sleep(0)  # it waits
+        for i in range(3):
+            engine.send_outputs([output("r", [i])])
+            await asyncio.wait(consumers[i : i + 1])
+        return [consumer.result().outputs[0].new_token_ids[0] for consumer in consumers]
+
+    assert face.loop.run(consume()) == [0, 1, 2]
+
+
+def test_a_message_for_a_consumer_that_is_being_cancelled_goes_to_another(pair: tuple[Face, MockEngine]) -> None:
+    """C-41: it arrives between the cancellation and the turn of the loop in which the consumer hears of that."""
+    face, engine = pair
+    assert face.loop is not None
+
+    async def consume() -> Any:
+        client = face.client
+        (link,) = client.inbox.links
+        cancelled = asyncio.ensure_future(client.get_output_async())
+        await asyncio.sleep(0)
+        other = asyncio.ensure_future(client.get_output_async())
+        await asyncio.sleep(0)
+        link.sure_until = math.inf
+        engine.send_outputs([output("r", [7])])
+        link.output_socket.poll(PATIENCE_S * 1000)  # without a turn of the loop
+        asyncio.get_running_loop().call_soon(client._receiver._on_readable, link)
+        cancelled.cancel("because")
+        with pytest.raises(asyncio.CancelledError, match="because"):
+            await cancelled
+        return (await other).outputs[0].new_token_ids
+
+    assert face.loop.run(consume()) == [7]
+
+
+def test_a_consumer_goes_on_as_itself(pair: tuple[Face, MockEngine]) -> None:
+    """It is resumed where the message is received: by its own context and its own task, under its own time limit."""
+    face, engine = pair
+    assert face.loop is not None
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+
+    async def consume(me: str) -> tuple[str, bool]:
+        name.set(me)
+        async with asyncio.timeout(PATIENCE_S):
+            await face.client.get_output_async()
+        return name.get(), asyncio.current_task() is tasks[me]
+
+    async def both() -> list[tuple[str, bool]]:
+        for me in ("a", "b"):
+            tasks[me] = asyncio.ensure_future(consume(me))
+            await asyncio.sleep(0)
+        for _ in tasks:
+            engine.send_outputs([output("r", [1])])
+        here = await asyncio.gather(*tasks.values())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await face.client.get_output_async()
+        return here
+
+    tasks: dict[str, asyncio.Future[tuple[str, bool]]] = {}
+    assert face.loop.run(both()) == [("a", True), ("b", True)]
+
+
+def test_a_consumer_may_close_the_client_when_it_gets_a_message(pair: tuple[Face, MockEngine]) -> None:
+    face, engine = pair
+    assert face.loop is not None
+
+    async def consume() -> None:
+        await face.client.get_output_async()
+        face.client.shutdown()
+        with pytest.raises(ClientClosedError):
+            await face.client.get_output_async()
+
+    async def run() -> None:
+        consumer = asyncio.ensure_future(consume())
+        await asyncio.sleep(0)
+        engine.send_outputs([output("r", [1])])
+        await consumer
+
+    face.loop.run(run())
+    assert face.client.resources.closed
 
 
 def test_many_consumers_get_a_message_each(pair: tuple[Face, MockEngine]) -> None:
@@ -338,7 +430,7 @@ def test_a_death_reported_before_any_loop_ran_is_known_on_the_first(
 # Bursts.
 
 
-@pytest.mark.parametrize(("wake_up_s", "most"), [(60.0, async_mp.MESSAGES_PER_WAKE_UP), (-1.0, 1)])
+@pytest.mark.parametrize(("wake_up_s", "most"), [(60.0, async_receiver.MESSAGES_PER_WAKE_UP), (-1.0, 1)])
 def test_a_burst_leaves_turns_to_the_others(
     pair: tuple[Face, MockEngine], monkeypatch: pytest.MonkeyPatch, wake_up_s: float, most: int
 ) -> None:
@@ -346,7 +438,7 @@ def test_a_burst_leaves_turns_to_the_others(
 
     Both limits, each by itself: so many messages, and so much time, which is up at once here.
     """
-    monkeypatch.setattr(async_mp, "WAKE_UP_S", wake_up_s)
+    monkeypatch.setattr(async_receiver, "WAKE_UP_S", wake_up_s)
     face, engine = pair
     assert face.loop is not None
     frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output()]))
@@ -362,7 +454,7 @@ def test_a_burst_leaves_turns_to_the_others(
     taken = 0
 
     async def watch() -> None:
-        arrived = client._arrived
+        arrived = client._arrivals.messages
         before = taken + len(arrived)
         mark = 0
         while taken < num_messages:
@@ -397,7 +489,7 @@ def test_the_loss_of_an_engine_comes_behind_all_that_it_sent(pair: tuple[Face, M
     """C-27: also when it sent more than is taken in one turn, and the loop sees all of it at once."""
     face, engine = pair
     assert face.loop is not None
-    count = 10 * async_mp.MESSAGES_PER_WAKE_UP
+    count = 10 * async_receiver.MESSAGES_PER_WAKE_UP
     face.add_request(request("a"))
     engine.expect_add()
     gate, blocked = block(face.loop)
@@ -426,7 +518,7 @@ def test_a_backlog_leaves_turns_to_the_others_too(pair: tuple[Face, MockEngine])
             engine._outputs[0].send_multipart(frames)
 
     engine._on_io_thread(flood)
-    wait_until(lambda: len(face.client._arrived) == num_messages, PATIENCE_S, "the backlog")
+    wait_until(lambda: len(face.client._arrivals.messages) == num_messages, PATIENCE_S, "the backlog")
     taken = 0
     turns: list[int] = []
 

@@ -99,7 +99,7 @@ async def what_is_left(client: Any) -> dict[str, object]:
     left: dict[str, object] = {
         "live": client.inbox.live,
         "calls": len(client.inbox.calls),
-        "arrived": len(client._arrived),
+        "arrived": len(client._arrivals.messages),
         "pending": len(client.outbox.pending),
         "untold": len(client.engines.untold),
         "flights": len(failover._flights),

@@ -173,7 +173,7 @@ class DPLBAsyncMPClient(DPAsyncMPClient):
             self.outbox.abort(engine, request_ids)
         engine.is_haunted = True
         reason = f"{ENGINE_LOST_PREFIX}engine {engine.index}: {cause}"
-        self._deliver([Failures(engine, request_ids, reason, is_loss=True, is_death=False)])
+        self._arrivals.add([Failures(engine, request_ids, reason, is_loss=True, is_death=False)])
 
     async def _stop(self, engines: Sequence[Engine], timeout: float) -> None:
         """End the processes of engines, and forget them. Cancelled, it finishes that first: nothing is half done."""
