@@ -156,6 +156,19 @@ def test_ctrl_c_at_any_moment_leaves_receiving_to_others(pair: tuple[Face, MockE
     assert call.result(PATIENCE_S) is True
 
 
+def test_a_thread_of_the_receivers_former_identity_is_told_that_the_client_is_closed(
+    pair: tuple[Face, MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives new threads the identities of those that have ended."""
+    face, _ = pair
+    thread = receiver_of(face)._thread
+    face.client.shutdown()
+    thread.join(PATIENCE_S)
+    monkeypatch.setattr(sync_receiver, "get_ident", lambda: thread.ident)
+    with pytest.raises(ClientClosedError):
+        face.client.get_output()
+
+
 def test_a_signal_handler_may_shut_the_client_down(
     pair: tuple[Face, MockEngine], interrupt_when_receiving: Interrupt
 ) -> None:

@@ -51,6 +51,9 @@ small one and a twentieth of one of 64 outputs; and what was taken is decoded fr
 
 JOIN_S: Final = 5.0
 
+NOBODY: Final = -1
+"""No thread's identity."""
+
 End = Callable[[], BaseException]
 
 
@@ -305,7 +308,8 @@ class SyncReceiver:
             self._hear_out()
         except Exception as exc:  # noqa: BLE001 - as above
             self._fail(exc)
-        finally:  # with the role, which nobody gets any more
+        finally:  # with the role, which nobody gets any more; a later thread may have this one's identity
+            self._reader = NOBODY
             for link in self._inbox.links:
                 link.output_socket.close(linger=0)
             self._wake_reader.close(linger=0)
