@@ -7,7 +7,7 @@ least code that reads the same messages (pyzmq and msgspec, blocking or with zmq
 0.25.1 if the Python of an environment that has it is given. Each runs in a process of its own, all take turns, and the
 garbage collector passes over what was there once they were connected. On a shared machine the same figure doubles
 within a second, and two processes of the same code differ by up to 18 % for as long as they live: so turns are short,
-there are many, and all contestants are started five times.
+there are many, and all contestants are started eight times.
 
 Prints a table and saves it.
 """
@@ -45,7 +45,7 @@ RICH, PACED, LATENCIES, ADDS = 200, 400, 100, 100
 PACE_US = 1_000
 BLOCKED = 2_500
 UNREAD = 10_000
-STARTS, ROUNDS = 5, 7
+STARTS, ROUNDS = 8, 5
 """How often all are started, and how many rounds they run then."""
 
 
