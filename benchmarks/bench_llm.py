@@ -11,8 +11,9 @@
   as the others; streams like ``server``. ``benchmarks/setup_llama.sh`` makes the environment.
 
 Each is a process (``llm_contestants.py``). They take turns within a round, so that what else the machine does hits all:
-those that are compared most closely one right after the other, in one order and then in the other. A full run starts
-all of them three times: over a dozen rounds, two processes of the same loop were 2 to 7 % apart. Each round has new
+those that are compared most closely one right after the other, in one order and then in the other. Two processes of
+the same loop are 2 to 7 % apart for as long as they live, so a full run starts ours twelve times, for two rounds each
+(with three starts of five rounds the same ratio was 0.91 and 0.99), and the peers three times. Each round has new
 prompts, so that none is found in a prefix cache. All make the same number of tokens, greedily. A row ``tokens per CPU
 s`` has the CPU time of all processes of a contestant, those that make the HTTP load among them; it is what to look at
 where the machine is busy with other things.
@@ -150,7 +151,7 @@ def random_prompts(rng: random.Random, count: int, length: int) -> list[list[int
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured; ``tokens`` by batch size, rounds of each start of the contestants.
+    """How much is measured: ``tokens`` by batch size, rounds of each start, and at which starts the peers are there.
 
     A quick run has llama.cpp in small batches only: 64 requests would take it half of the whole run's time.
     """
@@ -161,6 +162,7 @@ class Plan:
     rounds: int
     peer_rounds: int
     starts: int
+    peers_every: int
     aborts: int
 
     def rounds_of(self, name: str, batch: int) -> int:
@@ -170,8 +172,8 @@ class Plan:
         return self.peer_rounds if name in PEERS else self.rounds
 
 
-FULL = Plan(False, 32, {1: 128, 16: 64, 64: 64}, rounds=5, peer_rounds=1, starts=3, aborts=10)
-QUICK = Plan(True, 16, {1: 48, 16: 16, 64: 8}, rounds=2, peer_rounds=1, starts=1, aborts=2)
+FULL = Plan(False, 32, {1: 128, 16: 64, 64: 64}, rounds=2, peer_rounds=1, starts=12, peers_every=4, aborts=10)
+QUICK = Plan(True, 16, {1: 48, 16: 16, 64: 8}, rounds=2, peer_rounds=1, starts=1, peers_every=1, aborts=2)
 
 
 def measure_batch(suite: Suite, lineup: Lineup, batch: int, plan: Plan, rng: random.Random) -> None:
@@ -244,7 +246,8 @@ def main() -> None:
     suite = Suite("llm", BASES)
     for start in range(plan.starts):
         with ExitStack() as stack:
-            lineup = Lineup(pythons, stack)
+            has_peers = start % plan.peers_every == 0
+            lineup = Lineup({name: each for name, each in pythons.items() if has_peers or name not in PEERS}, stack)
             lineup.start_all()
             for name, contestant in lineup.here.items():
                 suite.add("ready, s", name, contestant.ready_s, lower_is_better=True)
