@@ -57,6 +57,8 @@ PAUSE_S = 0.002
 
 SETTLE_S = 0.1
 
+WARM_UP_TOKENS = 8
+
 
 class Contestant:
     """A process of ``llm_contestants.py`` that is ready to run."""
@@ -184,7 +186,7 @@ def measure_batch(suite: Suite, lineup: Lineup, batch: int, plan: Plan, rng: ran
     for contestant in (lineup.here[name] for name in rounds):
         if contestant.name == "llama.cpp":
             contestant.call("prepare", batch)
-        contestant.run(random_prompts(rng, batch, 4), 2)  # warms up
+        contestant.run(random_prompts(rng, batch, plan.prompt_tokens), WARM_UP_TOKENS)
         contestant.settle()
     idle_share = 0.0
     for index in range(max(rounds.values())):
@@ -194,6 +196,8 @@ def measure_batch(suite: Suite, lineup: Lineup, batch: int, plan: Plan, rng: ran
         for name in [*(reversed(own) if index % 2 else own), *peers]:
             contestant = lineup.here[name]
             others = [other for other in lineup.here.values() if other is not contestant]
+            # It has been idle for up to four runs of others, and machines take memory away from who is.
+            contestant.run(random_prompts(rng, batch, 4), WARM_UP_TOKENS)
             cpu, idle_cpu = contestant.cpu_s(), sum(other.cpu_s() for other in others)
             result = contestant.run(prompts, tokens)
             cpu, idle_cpu = contestant.cpu_s() - cpu, sum(other.cpu_s() for other in others) - idle_cpu
