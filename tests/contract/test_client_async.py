@@ -143,7 +143,6 @@ def test_of_two_loops_that_come_at_once_one_is_refused(
     """C-41: loops of two threads, neither of which the other can wait for."""
     client, _ = unbound
     loops = [Loop("asyncio"), Loop("asyncio")]
-    make_receiver = AsyncReceiver
     refused: list[RuntimeError] = []
     moved: list[threading.Thread] = []
 
@@ -158,7 +157,7 @@ def test_of_two_loops_that_come_at_once_one_is_refused(
             moved.append(threading.Thread(target=claim, args=(loops[1],)))
             moved[0].start()
             moved[0].join(0.3)  # it would be through by then, if it could
-        return make_receiver(*args)
+        return AsyncReceiver(*args)
 
     monkeypatch.setattr(async_mp, "AsyncReceiver", make_slowly)
     try:
